@@ -12,7 +12,7 @@ Rules that hold for every op:
 * Every op accepts zero rows. Row inputs may be strided in dim 0; their last dim is contiguous.
 * A row's result depends on that row's inputs only. Whether it is also bitwise independent of the other rows of the call is the
   `batch_invariant` capability.
-* No op reads a value back to the host, except `prepare_*`.
+* No op needs a value on the host, except `prepare_*`. An implementation that reads one back (the reference does) cannot be captured.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class Kernels(ABC):
     ) -> Selection:
         """The `topk` visible entries of each row with the highest score; among equal scores the lower entry wins.
 
-        score[t, j] = sum_h head_weights[t, h] * relu(query[t, h] . key_j), in float32. head_weights [T, heads] activation dtype, the
+        score[t, j] = sum_h head_weights[t, h] * relu(query[t, h] . key_j), in float32. head_weights [T, heads] float32, the
         constant d^-0.5 * heads^-0.5 already in. visible [T] int32: entries 0 .. visible-1 may be chosen. All are taken if they fit.
         candidates int32 [T, C] (with `block_size`): only entries of these blocks may be chosen. `emit`: also return the best
         `emit.blocks` blocks of `emit.block_size` entries by their highest visible score, among equals the lower block; a row's last

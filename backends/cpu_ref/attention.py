@@ -1,0 +1,223 @@
+"""Window keys, compressed entries, the indexer's selection and sparse attention."""
+
+from __future__ import annotations
+
+import torch
+from deepinfer_backends.cpu_ref import quant
+from deepinfer_backends.cpu_ref.linear import LinearOps, matmul, pad_rows
+from torch import Tensor
+
+from deepinfer_core.backend.formats import CacheFormat, Numerics
+from deepinfer_core.backend.types import (
+    CandidateSpec,
+    CompressorRing,
+    CompressorRows,
+    IndexQuery,
+    PagedEntries,
+    Rope,
+    SelectedEntries,
+    Selection,
+    Weight,
+    WindowKeys,
+    WindowRing,
+)
+
+_GATHER_VALUES = 1 << 25  # float32 values gathered at once by sparse_attention
+
+
+def rotate(x: Tensor, rope: Rope, inverse: bool = False) -> Tensor:
+    """float32 x [rows, ..., d] with its last rd dims rotated: interleaved pairs, (a, b) -> (a cos - b sin, a sin + b cos)."""
+    rd = rope.table.shape[1]
+    angles = rope.table[rope.positions].view(x.shape[0], *[1] * (x.dim() - 2), 2, rd // 2)
+    cos, sin = angles.unbind(-2)
+    if inverse:
+        sin = -sin
+    a, b = x[..., -rd:].unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+    return torch.cat((x[..., :-rd], turned), -1)
+
+
+def page_entries(pages: PagedEntries) -> tuple[Tensor, Tensor]:
+    """Views (data [pages, n, data bytes], scales [pages, n, scale bytes]) of the whole pool. Writing to them writes to the pool."""
+    n, dim = pages.entries_per_page, pages.dim
+    data_bytes, entry_bytes = pages.format.data_bytes(dim), pages.format.entry_bytes(dim)
+    if pages.sectioned:
+        section = pages.data[:, : n * entry_bytes]
+        return section[:, : n * data_bytes].unflatten(1, (n, -1)), section[:, n * data_bytes :].unflatten(1, (n, entry_bytes - data_bytes))
+    entries = pages.data[:, : n * entry_bytes].unflatten(1, (n, -1))
+    return entries[..., :data_bytes], entries[..., data_bytes:]
+
+
+def load_entries(pages: PagedEntries, page: Tensor, entry: Tensor) -> Tensor:
+    """float32 [..., dim] of the entries at (page, entry), index tensors of one shape."""
+    data, scales = page_entries(pages)
+    return quant.decode(data[page, entry], scales[page, entry], pages.format)
+
+
+def store_rows(values: Tensor, slots: Tensor, data: Tensor, scales: Tensor, fmt: CacheFormat) -> None:
+    """Encodes float32 values [T, dim] into views [groups, n, bytes] at flat slots [T] = group*n + entry; slots < 0 are left out."""
+    keep = slots >= 0
+    slots, n = slots[keep].long(), data.shape[1]
+    encoded, encoded_scales = quant.encode(values[keep], fmt)
+    data[slots // n, slots % n] = encoded
+    if encoded_scales.shape[-1]:
+        scales[slots // n, slots % n] = encoded_scales
+
+
+class AttentionOps(LinearOps):
+    """Ops of the contract's group "attention and caches"."""
+
+    def _rotated(self, x: Tensor, rope: Rope, inverse: bool = False) -> Tensor:
+        return self._round(rotate(x.float(), rope, inverse))
+
+    def window_key(self, kv: Tensor, norm_weight: Tensor, eps: float, rope: Rope) -> Tensor:
+        return self._round(self.quantize(self._rotated(self.rms_norm(kv, norm_weight, eps), rope)))
+
+    def store_window(self, key: Tensor, ring: WindowRing, slots: Tensor) -> None:
+        data_bytes = ring.format.data_bytes(key.shape[1])
+        store_rows(key.float(), slots, ring.data[..., :data_bytes], ring.data[..., data_bytes:], ring.format)
+
+    def compress(self, rows: Tensor, ring: CompressorRing, index: CompressorRows, norm_weight: Tensor, eps: float) -> Tensor:
+        slots, length, _, hd = ring.data.shape
+        members = index.members.long()  # [T, r]
+        kept = slots * length
+        slot = members.clamp(0, kept - 1)
+        old = ring.data[slot // length, slot % length]  # [T, r, 2, hd]
+        new = rows.view(-1, 2, hd)[(members - kept).clamp_min(0)]
+        latent, gate = torch.where((members < kept)[..., None, None], old, new).unbind(2)
+        pooled = (gate.softmax(1) * latent).sum(1)
+        pooled = torch.where(members[:, :1] >= 0, pooled, 0.0)
+        result = self.rms_norm(self._round(pooled), norm_weight, eps)
+        keep = index.slots >= 0
+        slot = index.slots[keep].long()
+        ring.data[slot // length, slot % length] = rows.view(-1, 2, hd)[keep]
+        return result
+
+    def store_entries(self, latent: Tensor, rope: Rope, pages: PagedEntries, slots: Tensor) -> None:
+        store_rows(self._rotated(latent, rope).float(), slots, *page_entries(pages), pages.format)
+
+    def store_index_keys(self, key: Tensor, norm_weight: Tensor, eps: float, rope: Rope, pages: PagedEntries, slots: Tensor) -> None:
+        values = self._rotated(self.rms_norm(key, norm_weight, eps), rope).float()
+        store_rows(self._index_grid(values), slots, *page_entries(pages), pages.format)
+
+    def _index_grid(self, x: Tensor) -> Tensor:
+        return quant.fake_fp4_index(x) if self.numerics is Numerics.RELEASE else x
+
+    def index_query(self, query: Tensor, rope: Rope) -> IndexQuery:
+        return self._index_grid(self._rotated(query, rope).float())
+
+    def select_entries(
+        self,
+        query: IndexQuery,
+        head_weights: Tensor,
+        keys: PagedEntries,
+        visible: Tensor,
+        topk: int,
+        candidates: Tensor | None = None,
+        emit: CandidateSpec | None = None,
+        block_size: int = 0,
+    ) -> Selection:
+        scores = self._index_scores(query, head_weights.float(), keys)  # [T, entries]
+        entries = torch.arange(scores.shape[1], device=scores.device)
+        scores.masked_fill_(entries >= visible[:, None], -torch.inf)
+        chosen = None
+        if emit is not None:
+            chosen = _best_blocks(scores, visible, emit)
+        if candidates is not None:
+            blocks = -(-scores.shape[1] // block_size)
+            allowed = torch.zeros(scores.shape[0], blocks + 1, dtype=torch.bool, device=scores.device)
+            allowed.scatter_(1, torch.where(candidates < 0, blocks, candidates).clamp_max(blocks).long(), True)
+            scores.masked_fill_(~allowed[:, :blocks].repeat_interleave(block_size, 1)[:, : scores.shape[1]], -torch.inf)
+        return Selection(_top_ascending(scores, topk), chosen)
+
+    def _index_scores(self, query: Tensor, head_weights: Tensor, keys: PagedEntries) -> Tensor:
+        """float32 [T, whole pages of entries]: sum over heads of weight * relu(q . k). One product of one shape for each sequence."""
+        rows, heads, dim = query.shape
+        table = keys.block_table.long()
+        width = table.shape[1] * keys.entries_per_page
+        entry = torch.arange(keys.entries_per_page, device=query.device)
+        scores = query.new_empty(rows, width)
+        order = keys.sequence.long()
+        for s in range(table.shape[0]):
+            mine = (order == s).nonzero()[:, 0]
+            if not len(mine):
+                continue
+            key = load_entries(keys, table[s, :, None], entry[None]).flatten(0, 1)  # [entries, dim]
+            dots = matmul(query[mine].reshape(-1, dim), key).relu_().view(len(mine), heads, width)
+            scores[mine] = (dots * head_weights[mine][..., None]).sum(1)
+        return scores
+
+    def sparse_attention(
+        self, query: Tensor, window: WindowKeys, selected: SelectedEntries | None, sink: Tensor, scale: float, rope: Rope
+    ) -> Tensor:
+        columns = window.index.shape[1] + (selected.index.shape[1] if selected else 0)
+        step = max(1, _GATHER_VALUES // (columns * query.shape[-1]))
+        q = self._rotated(query, rope).float()
+        parts = []
+        for first in range(0, len(query), step):
+            rows = slice(first, first + step)
+            keys, valid = self._gather_window(window, rows)
+            if selected:
+                more, also = self._gather_selected(selected, rows)
+                keys, valid = torch.cat((keys, more), 1), torch.cat((valid, also), 1)
+            parts.append(self._attend(q[rows], keys, valid, sink, scale))
+        out = torch.cat(parts) if parts else self._round(q)
+        return self._rotated(out, rope, inverse=True)
+
+    def _attend(self, q: Tensor, keys: Tensor, valid: Tensor, sink: Tensor, scale: float) -> Tensor:
+        """q [t, H, hd], keys [t, c, hd], valid [t, c] -> [t, H, hd]. `c` is fixed for a layer, so rows do not influence one another."""
+        scores = torch.bmm(q, keys.transpose(1, 2)).mul_(scale).masked_fill_(~valid[:, None], -torch.inf)
+        top = scores.amax(-1, keepdim=True)
+        top = torch.where(top == -torch.inf, 0.0, top)
+        p = (scores - top).exp_()
+        total = p.sum(-1, keepdim=True) + (sink[:, None] - top).exp()
+        return self._round(torch.bmm(self._round(p).float(), keys) / total)
+
+    def _gather_window(self, window: WindowKeys, rows: slice) -> tuple[Tensor, Tensor]:
+        index = window.index[rows].long()
+        ring = window.ring
+        slots, length, _ = ring.data.shape
+        keys = window.current.float()[(index - slots * length).clamp_min(0)] if len(window.current) else None
+        history = (index >= 0) & (index < slots * length)
+        if keys is None or history.any():
+            slot = torch.where(history, index, 0)
+            entries = ring.data[slot // length, slot % length]
+            data_bytes = ring.format.data_bytes(window.current.shape[1])
+            old = quant.decode(entries[..., :data_bytes], entries[..., data_bytes:], ring.format)
+            keys = old if keys is None else torch.where(history[..., None], old, keys)
+        valid = index >= 0
+        return torch.where(valid[..., None], keys, 0.0), valid
+
+    def _gather_selected(self, selected: SelectedEntries, rows: slice) -> tuple[Tensor, Tensor]:
+        pages = selected.pages
+        index = selected.index[rows].long()
+        valid = index >= 0
+        entry = index.clamp_min(0)
+        page = pages.block_table.long()[pages.sequence[rows].long()[:, None], entry // pages.entries_per_page]
+        keys = load_entries(pages, page, entry % pages.entries_per_page)
+        return torch.where(valid[..., None], keys, 0.0), valid
+
+    def attention_output(self, out: Tensor, wo_a: Weight, wo_b: Weight, groups: int) -> Tensor:
+        grouped = out.float().reshape(len(out), groups, -1)  # [T, g, H*hd/g]
+        weight = wo_a.decoded().unflatten(0, (groups, -1))  # [g, o, H*hd/g]
+        z = torch.bmm(pad_rows(grouped.flatten(1)).unflatten(1, (groups, -1)).transpose(0, 1), weight.transpose(1, 2))
+        z = self._round(z.transpose(0, 1)[: len(out)].flatten(1))
+        return self.quantized_linear(self.quantize(z), wo_b)
+
+
+def _top_ascending(scores: Tensor, k: int) -> Tensor:
+    """int32 [T, k]: the k highest finite scores of each row, lower index first among equals, in ascending order, -1 padded."""
+    width = min(k, scores.shape[1])
+    values, index = scores.sort(dim=1, descending=True, stable=True)
+    kept = torch.where(values[:, :width] == -torch.inf, scores.shape[1], index[:, :width]).sort(dim=1).values
+    kept = torch.where(kept == scores.shape[1], -1, kept)
+    return torch.nn.functional.pad(kept, (0, k - width), value=-1).int()
+
+
+def _best_blocks(scores: Tensor, visible: Tensor, spec: CandidateSpec) -> Tensor:
+    """int32 [T, spec.blocks]: candidate blocks of each row by their highest score; the row's last visible block is always in."""
+    padded = torch.nn.functional.pad(scores, (0, -scores.shape[1] % spec.block_size), value=-torch.inf)
+    best = padded.unflatten(1, (-1, spec.block_size)).amax(-1)
+    last = (visible.long() - 1).clamp_min(0) // spec.block_size
+    pinned = (torch.arange(best.shape[1], device=best.device) == last[:, None]) & (visible > 0)[:, None]
+    return _top_ascending(best.masked_fill_(pinned, torch.inf), spec.blocks)
