@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from deepinfer_backends.cpu_ref import quant
-from deepinfer_backends.cpu_ref.linear import LinearOps, matmul, pad_rows
 from torch import Tensor
 
+from deepinfer_backends.cpu_ref import quant
+from deepinfer_backends.cpu_ref.linear import LinearOps, matmul, pad_rows
 from deepinfer_core.backend.formats import CacheFormat, Numerics
 from deepinfer_core.backend.types import (
     CandidateSpec,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from deepinfer_backends.cpu_ref.hyper import sigmoid
-from deepinfer_backends.cpu_ref.linear import LinearOps, matmul
 from torch import Tensor
 
+from deepinfer_backends.cpu_ref.hyper import sigmoid
+from deepinfer_backends.cpu_ref.linear import LinearOps, matmul
 from deepinfer_core.backend.types import Weight
 
 

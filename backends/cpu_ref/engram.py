@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from deepinfer_backends.cpu_ref import quant
 from deepinfer_backends.cpu_ref.hyper import sigmoid
 from deepinfer_backends.cpu_ref.linear import LinearOps
-from torch import Tensor
-
 from deepinfer_core.backend.types import Activation, EngramHashTables, QuantTensor, Weight
 
 _GATE_FLOOR = 1e-6  # clamp of |d| before the square root (TileKernels' Engram gate)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-from deepinfer_backends.cpu_ref.linear import LinearOps, matmul
 from torch import Tensor
 
+from deepinfer_backends.cpu_ref.linear import LinearOps, matmul
 from deepinfer_core.backend.types import HcConstants, HcInput, HcWeights
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)). torch.sigmoid differs by an ulp between its vector and scalar loops, so a row's value would depend on its place."""
+    """1 / (1 + exp(-x)). torch.sigmoid differs by an ulp between vector and scalar loops, so a row's value would depend on its place."""
     return 1.0 / (1.0 + (-x).exp())
 
 

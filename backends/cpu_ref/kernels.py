@@ -8,7 +8,6 @@ from deepinfer_backends.cpu_ref.engram import EngramOps
 from deepinfer_backends.cpu_ref.hyper import HyperOps
 from deepinfer_backends.cpu_ref.moe import MoeOps
 from deepinfer_backends.cpu_ref.sampling import SamplingOps
-
 from deepinfer_core.backend.kernels import Kernels
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from deepinfer_backends.cpu_ref import quant
 from torch import Tensor
 from torch.nn import functional
 
+from deepinfer_backends.cpu_ref import quant
 from deepinfer_core.backend.formats import Numerics
 from deepinfer_core.backend.types import Activation, QuantTensor, Weight
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from deepinfer_backends.cpu_ref.linear import LinearOps, LinearWeight
 from torch import Tensor
 
+from deepinfer_backends.cpu_ref.linear import LinearOps, LinearWeight
 from deepinfer_core.backend.types import Activation, ExpertTensors, Routing, Weight
 
 

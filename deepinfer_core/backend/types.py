@@ -137,7 +137,7 @@ class CandidateSpec:
 class Selection(NamedTuple):
     """Result of `select_entries`."""
 
-    index: Tensor  # int32 [T, topk] ascending entry numbers, -1 padded
+    index: Tensor  # type: ignore[assignment]  # int32 [T, topk] ascending entry numbers, -1 padded (hides tuple.index)
     candidates: Tensor | None  # int32 [T, blocks] ascending candidate block numbers, -1 padded; None unless asked for
 
 
