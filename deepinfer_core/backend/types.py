@@ -181,6 +181,8 @@ class SamplingRows(NamedTuple):
     top_k: Tensor  # int32 [Q]; -1 is off
     top_p: Tensor  # float32 [Q]; 1 is off
     min_p: Tensor  # float32 [Q]; 0 is off
+    any_filtered: bool = True  # False: the host promises that no row uses top_k, top_p or min_p (spares the sort)
+    any_greedy: bool = True  # False: the host promises that no row has temperature 0
 
 
 class RandomRows(NamedTuple):
