@@ -85,13 +85,12 @@ def integer_exp(log_values: Tensor, bits: int = WEIGHT_BITS) -> Tensor:
     bits (`exp_table`), b = 2^31 - f*2^7 + (f*f >> 18) is exp(-f * 2^-24) * 2^31; the result is (m * b) >> (62 + e - bits).
     Relative error of the value before the last shift: below 2^-23, nearly all of it from truncating z.
     """
-    bounded = torch.where(log_values > _LOWEST, log_values, _LOWEST)
-    z = bounded.clamp_(max=0).mul_(-float(1 << EXP_FRACTION_BITS)).to(torch.int64)
-    packed = exp_table(log_values.device)[z >> _FINE_BITS]
+    z = torch.nan_to_num(log_values, nan=_LOWEST).clamp_(_LOWEST, 0).mul_(-float(1 << EXP_FRACTION_BITS)).to(torch.int32)
+    packed = exp_table(log_values.device).index_select(0, (z >> _FINE_BITS).flatten()).view(z.shape)
     fine = z.bitwise_and_((1 << _FINE_BITS) - 1)
-    factor = (fine * fine).bitwise_right_shift_(18).sub_(fine.bitwise_left_shift_(7)).add_(1 << 31)
+    delta = (fine * fine).bitwise_right_shift_(18).sub_(fine.bitwise_left_shift_(7))
     shift = (packed & 63).add_(62 - bits)
-    return packed.bitwise_right_shift_(6).mul_(factor).bitwise_right_shift_(shift)
+    return packed.bitwise_right_shift_(6).mul_(delta.to(torch.int64).add_(1 << 31)).bitwise_right_shift_(shift)
 
 
 @lru_cache(maxsize=8)

@@ -306,9 +306,10 @@ class Kernels(ABC):
     def sample(self, log_probs: Tensor, random: RandomRows) -> Tensor:
         """One id per row, int64 [Q], by the canonical draw.
 
-        Integer weights w_i = floor(exp(log_prob_i) * 2^31), total t; words w0, w1 of Philox4x32-10 with key = seed and counter
-        (0, 0, subsequence), subsequence = 3*position (case 0); r = (w1*2^32 + w0) mod t; the id whose interval of the running sum, in
-        ascending id order, contains r. A row whose weights are all zero gives the lowest id of highest probability.
+        Integer weights w_i = floor(exp(log_prob_i) * 2^31), to the last bit as in `canonical.integer_exp`, total t; words w0, w1 of
+        Philox4x32-10 with key = seed and counter (0, 0, subsequence), subsequence = 3*position (case 0); r = (w1*2^32 + w0) mod t; the
+        id whose interval of the running sum, in ascending id order, contains r. A row whose weights are all zero gives the lowest id of
+        highest probability.
         """
 
     @abstractmethod
@@ -316,9 +317,9 @@ class Kernels(ABC):
         """Rejection sampling of drafts. target, draft [Q, V] float32 log-probabilities; drafts int64 [Q], -1 = no draft in this row.
 
         Row with a draft x: accepted iff 2*word + 1 <= floor(exp(min(0, target[x] - draft[x])) * 2^33), word = first word of case 2;
-        otherwise the token is drawn (case 1) from max(p_target - alpha * p_draft, 0), alpha = exp(-5e-5), or is the argmax of target if
-        that has no mass. Row without a draft: `sample`. Rows with greedy [Q] True: accepted iff x is the lowest argmax of target, token =
-        that argmax.
+        otherwise the token is drawn (case 1) from the integer weights max(w_target - (w_draft * floor(alpha * 2^31) >> 31), 0), alpha =
+        exp(-5e-5), or is the argmax of target if they have no mass. Exponentials are `canonical.integer_exp`, weights as in `sample`.
+        Row without a draft: `sample`. Rows with greedy [Q] True: accepted iff x is the lowest argmax of target, token = that argmax.
         """
 
     @abstractmethod
