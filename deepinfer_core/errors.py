@@ -19,6 +19,8 @@ class DeepInferError(Exception):
 class RequestError(DeepInferError):
     """One request cannot be served as asked. `parameter` names the offending field, `value` is what was given."""
 
+    exit_code = 2
+
     def __init__(self, message: str, *, parameter: str | None = None, value: object = None) -> None:
         super().__init__(message)
         self.parameter = parameter
@@ -50,6 +52,12 @@ class CheckpointError(DeepInferError):
 
 class BackendError(DeepInferError):
     """A backend is unknown, ambiguous, broken, not available here, or lacks a feature that the configuration asks for."""
+
+
+class UnknownBackendError(BackendError):
+    """No installed backend has the name."""
+
+    exit_code = 2
 
 
 def listing(subject: str, problems: Sequence[str]) -> str:

@@ -52,7 +52,11 @@ from deepinfer_core.backend.types import (
 
 
 class KernelContractError(TypeError):
-    """A `Kernels` subclass does not fit the contract; the message lists every problem."""
+    """A `Kernels` subclass does not fit the contract; the message lists every problem. `kernels` is the class."""
+
+    def __init__(self, kernels: type[Kernels], problems: Sequence[str]) -> None:
+        super().__init__(f"{kernels.__module__}.{kernels.__qualname__} breaks the Kernels contract:\n  " + "\n  ".join(problems))
+        self.kernels = kernels
 
 
 class Kernels(ABC):
@@ -66,7 +70,7 @@ class Kernels(ABC):
         super().__init_subclass__(**kwargs)
         problems = contract_problems(cls)
         if problems:
-            raise KernelContractError(f"{cls.__module__}.{cls.__qualname__} breaks the Kernels contract:\n  " + "\n  ".join(problems))
+            raise KernelContractError(cls, problems)
 
     # ------------------------------------------------------------------ weights, once at load
 

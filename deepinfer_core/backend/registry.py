@@ -19,8 +19,8 @@ import pluggy
 
 from deepinfer_core.backend import hookspecs
 from deepinfer_core.backend.base import API_VERSION, Backend
-from deepinfer_core.backend.capabilities import Probe
-from deepinfer_core.errors import BackendError, nearest
+from deepinfer_core.backend.capabilities import Capabilities, Probe
+from deepinfer_core.errors import BackendError, UnknownBackendError, nearest
 
 AUTO = "auto"
 REFERENCE = "cpu_ref"
@@ -52,10 +52,29 @@ class PluginProblem:
 
 @dataclass(frozen=True)
 class Found:
-    """A usable backend class and its origin."""
+    """A backend class and its origin. Whatever a foreign class raises, `claims` and `probe` do not."""
 
     backend: type[Backend]
     origin: Origin
+
+    def claims(self) -> Capabilities:
+        """The backend's claims; none, on an unknown device, if it cannot state them: `probe` then says why."""
+        try:
+            return self.backend().capabilities()
+        except (Exception, SystemExit):  # noqa: BLE001 reported by `probe`
+            return Capabilities(device_type="unknown")
+
+    def probe(self) -> Probe:
+        """Whether the backend can be used. Failing to be built, to state its claims or to probe, against the contract, means no."""
+        step = "its constructor"
+        try:
+            backend = self.backend()
+            step = "its capabilities()"
+            backend.capabilities()
+            step = "its probe()"
+            return backend.probe()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 one broken backend must not hide the others
+            return Probe(available=False, reasons=(f"{step} raised {_reason(error)}; report it to {self.origin.distribution}.",))
 
 
 @dataclass(frozen=True)
@@ -88,7 +107,7 @@ class Registry:
         broken = [p for p in self.problems if name in (p.backend, p.entry_point.split(" = ")[0])]
         if broken:
             raise BackendError("\n".join(f"backend {name!r} cannot be used: {_described(problem)}" for problem in broken))
-        raise BackendError(
+        raise UnknownBackendError(
             f"unknown backend {name!r} (`deepinfer backends` lists the installed ones; one of your own needs an entry point in the "
             f"group 'deepinfer'){nearest(name, [*self.backends, AUTO])}"
         )
@@ -98,15 +117,14 @@ class Registry:
         if name == AUTO:
             return self._select_auto()
         found = self.find(name)
-        backend = found.backend()
-        probe = probe_safely(backend, found.origin)
+        probe = found.probe()
         if not probe.available:
-            usable = [other for other in self.auto_order() if probe_safely(self.backends[other].backend()).available]
+            usable = [other for other in self.auto_order() if self.backends[other].probe().available]
             raise BackendError(
                 f"backend {name!r} is not available here: {' '.join(probe.reasons)} Available: {', '.join(usable) or 'none'}. "
                 "Set backend.name to one of these or to 'auto'."
             )
-        return Selected(backend, found.origin, probe, "named by the configuration")
+        return Selected(found.backend(), found.origin, probe, "named by the configuration")
 
     def auto_order(self) -> list[str]:
         """Names in the order in which "auto" tries them: accelerators by name, then CPU backends by name, then the reference."""
@@ -114,7 +132,7 @@ class Registry:
         def rank(name: str) -> tuple[int, str]:
             if name == REFERENCE:
                 return 2, name
-            return int(_device_type(self.backends[name].backend) == "cpu"), name
+            return int(self.backends[name].claims().device_type == "cpu"), name
 
         return sorted(self.backends, key=rank)
 
@@ -122,11 +140,10 @@ class Registry:
         refused: list[str] = []
         for name in self.auto_order():
             found = self.backends[name]
-            backend = found.backend()
-            probe = probe_safely(backend, found.origin)
+            probe = found.probe()
             if probe.available:
                 others = f"; before it: {', '.join(refused)} not available" if refused else ""
-                return Selected(backend, found.origin, probe, f"chosen by 'auto'{others}")
+                return Selected(found.backend(), found.origin, probe, f"chosen by 'auto'{others}")
             refused.append(name)
         raise BackendError("no backend is available: `deepinfer backends` says why, for each one installed")
 
@@ -161,15 +178,6 @@ def discover_in(points: Iterable[EntryPoint]) -> Registry:
             classes += [(cls, origin) for cls in found]
     _sort_out(registry, classes)
     return registry
-
-
-def probe_safely(backend: Backend, origin: Origin | None = None) -> Probe:
-    """`backend.probe()`; a probe that raises, against its contract, counts as not available and says so."""
-    try:
-        return backend.probe()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 one backend's broken probe must not hide the others
-        owner = f"report it to the authors of {origin.distribution}." if origin else "report it to its authors."
-        return Probe(available=False, reasons=(f"its probe() raised {_reason(error)}; {owner}",))
 
 
 def package_of(backend: type[Backend]) -> str:
@@ -232,14 +240,6 @@ def _class_problem(cls: object) -> str:
         return f"class {cls.__name__} has name {name!r}, expected lower-case letters, digits and '_', not 'auto'"
     missing = sorted(cls.__abstractmethods__)
     return f"backend {name!r} lacks the methods {', '.join(missing)}" if missing else ""
-
-
-def _device_type(cls: type[Backend]) -> str:
-    """The claimed device type; a backend whose claims cannot be read is tried like an accelerator, its probe decides."""
-    try:
-        return cls().capabilities().device_type
-    except (Exception, SystemExit):  # noqa: BLE001 shown in full by `deepinfer backends`; here it only decides an order
-        return ""
 
 
 def _described(problem: PluginProblem) -> str:
