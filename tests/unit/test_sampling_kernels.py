@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from deepinfer_backends.cpu_ref.sampling import ALPHA_FIXED, SamplingOps
 from torch import Tensor
 
+from deepinfer_backends.cpu_ref.sampling import ALPHA_FIXED, SamplingOps
 from deepinfer_core.backend.canonical import integer_exp
 from deepinfer_core.backend.types import RandomRows, SamplingRows
 from deepinfer_core.sampling.random import random_words
