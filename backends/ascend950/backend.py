@@ -50,7 +50,6 @@ class AscendBackend(Backend):
 
     def kernels(self, device: str, numerics: Numerics = Numerics.RELEASE) -> Kernels:
         import torch
-
         from deepinfer_backends.ascend950 import environment
 
         environment.configure()

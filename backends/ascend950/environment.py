@@ -103,7 +103,9 @@ def _devices() -> Check:
 
     count = int(torch_npu.npu.device_count())
     visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "unset")
-    problem = f"no NPU is visible (ASCEND_RT_VISIBLE_DEVICES {visible}): run npu-smi info, check the driver and the permissions of /dev/davinci*"
+    problem = (
+        f"no NPU is visible (ASCEND_RT_VISIBLE_DEVICES {visible}): run npu-smi info, check the driver and the permissions of /dev/davinci*"
+    )
     return Check("NPU count", str(count), "" if count else problem)
 
 

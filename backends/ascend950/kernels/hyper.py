@@ -18,9 +18,7 @@ class HyperOps(LinearOps):
         rows, m, _ = streams.shape
         if not rows:  # the operators refuse empty tensors
             return HcInput(x, quantized, pre.new_empty(0, m), pre.new_empty(0, m), pre.new_empty(0, m, m))
-        own, post, logits = calls.mhc_coefficients(
-            streams, weights.fn, weights.scale, weights.base, constants.norm_eps, constants.hc_eps
-        )
+        own, post, logits = calls.mhc_coefficients(streams, weights.fn, weights.scale, weights.base, constants.norm_eps, constants.hc_eps)
         comb = calls.sinkhorn(logits, constants.hc_eps, constants.sinkhorn_iters)
         return HcInput(x, quantized, own, post, comb)
 

@@ -23,7 +23,7 @@ class MoeOps(LinearOps):
     def prepare_experts(self, experts: Iterable[ExpertTensors], count: int) -> Weight:
         stacks = _Stacks(count, self.device)
         got = 0
-        for got, expert in enumerate(experts, 1):  # noqa: B007
+        for got, expert in enumerate(experts, 1):
             if got <= count:
                 stacks.add(got - 1, expert)
         if got != count:
@@ -62,7 +62,9 @@ class _Stacks:
     def add(self, index: int, expert: ExpertTensors) -> None:
         kind = _FORMATS.get(expert.w1.weight.dtype)
         if kind is None or (self.format or kind) is not kind:
-            raise ValueError(f"expert {index} has weights of {expert.w1.weight.dtype}: experts are int8 (e2m1 pairs), e4m3 or bfloat16, all alike")
+            raise ValueError(
+                f"expert {index} has weights of {expert.w1.weight.dtype}: experts are int8 (e2m1 pairs), e4m3 or bfloat16, all alike"
+            )
         self.format = kind
         for name, parts in {"w13": (expert.w1, expert.w3), "w2": (expert.w2,)}.items():
             self._put(name, index, torch.cat([part.weight for part in parts]))
