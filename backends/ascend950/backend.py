@@ -50,6 +50,7 @@ class AscendBackend(Backend):
 
     def kernels(self, device: str, numerics: Numerics = Numerics.RELEASE) -> Kernels:
         import torch
+
         from deepinfer_backends.ascend950 import environment
 
         environment.configure()
@@ -61,6 +62,11 @@ class AscendBackend(Backend):
         from deepinfer_backends.ascend950.runtime import AscendRuntime
 
         return AscendRuntime(device or "npu:0")
+
+    def emulated(self) -> Backend:
+        from deepinfer_backends.ascend950.emulation.backend import EmulatedAscend
+
+        return EmulatedAscend()
 
     def collectives(self, group: Group) -> Collectives:
         from deepinfer_backends.ascend950.collectives import ascend_collectives

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from deepinfer_backends.ascend950 import codes
 from torch import Tensor
 
+from deepinfer_backends.ascend950 import codes
 from deepinfer_core.backend.formats import WeightFormat
 from deepinfer_core.backend.types import QuantTensor
 

@@ -39,6 +39,11 @@ class Backend(ABC):
     def runtime(self, device: str) -> DeviceRuntime:
         """The runtime of `device` ("" for the default)."""
 
+    def emulated(self) -> Backend | None:
+        """(optional) This backend's own kernels with its device's operators emulated on the CPU; None, the default, if it has no such
+        thing. The result is a backend of another name that says so: what passes on it has not passed on a device."""
+        return None
+
     def collectives(self, group: Group) -> Collectives:
         """(optional) Communication over `group`; by default torch.distributed with the first backend that `capabilities` names."""
         from deepinfer_core.backend.collectives import default_collectives

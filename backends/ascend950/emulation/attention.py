@@ -7,8 +7,9 @@ with the values. The documented head size of the attention is 512; smaller ones 
 from __future__ import annotations
 
 import torch
-from deepinfer_backends.ascend950.emulation.support import disorder, expect, expect_contiguous, expect_not_empty, poisoned, require
 from torch import Tensor
+
+from deepinfer_backends.ascend950.emulation.support import disorder, expect, expect_contiguous, expect_not_empty, poisoned, require
 
 _HALVES = {torch.float16, torch.bfloat16}
 _I32 = {torch.int32}
@@ -134,9 +135,7 @@ def lightning_indexer(
     for b, (first, last) in enumerate(zip([0, *ends], ends, strict=False)):
         visible = int(actual_seq_lengths_key[b])
         blocks = -(-visible // key.shape[1])
-        require(
-            visible > 0 and blocks <= block_table.shape[1], op, f"key length {visible} of sequence {b}: zero, or beyond its block table"
-        )
+        require(visible > 0 and blocks <= block_table.shape[1], op, f"key length {visible} of sequence {b}: none, or too long")
         keys = key[block_table[b, :blocks].long(), :, 0].flatten(0, 1)[:visible].float()
         for row in range(first, last):
             seen = visible if sparse_mode == _NO_MASK else max(visible - (last - 1 - row), 0)

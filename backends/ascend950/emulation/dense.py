@@ -6,8 +6,9 @@ Source: notes of the torch-npu 2.13.0 wheel on these operators.
 from __future__ import annotations
 
 import torch
-from deepinfer_backends.ascend950.emulation.support import expect, expect_contiguous, expect_not_empty, poisoned, require
 from torch import Tensor
+
+from deepinfer_backends.ascend950.emulation.support import expect, expect_contiguous, expect_not_empty, poisoned, require
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32}
 _HALVES = {torch.float16, torch.bfloat16}
@@ -168,7 +169,7 @@ def scatter_nd_update_(x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
     require(
         bool(((at >= 0) & (at < x.shape[0])).all()),
         op,
-        f"indices must lie in [0, {x.shape[0]}), they span {int(at.min())} to {int(at.max())}",
+        f"indices must lie in [0, {x.shape[0]}): {at.tolist()[:9]}",
     )
     where, group = at.unique(return_inverse=True)
     first = torch.full_like(where, len(at)).scatter_reduce(0, group, torch.arange(len(at)), "amin")

@@ -6,6 +6,8 @@ Source: notes of the torch-npu 2.13.0 wheel on these operators, and the OCP micr
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from deepinfer_backends.ascend950.emulation.support import (
     BYTE_NAN,
     OperatorError,
@@ -16,7 +18,6 @@ from deepinfer_backends.ascend950.emulation.support import (
     random_bytes,
     require,
 )
-from torch import Tensor
 
 E4M3, E8M0, E2M1 = 292, 293, 296
 _E4M3_TORCH = 24  # torch's own number of the same type
@@ -105,7 +106,7 @@ def quant_matmul(
     require(list(group_sizes or ()) in ([1, 1, BLOCK], [0, 0, BLOCK]), op, f"group_sizes {group_sizes}, expected [1, 1, 32]")
     require(output_dtype in _FLOATS, op, f"output_dtype {output_dtype}, expected 5, 6 or 15")
     expect(op, "x1", x1, {torch.float8_e4m3fn}, (None, None))
-    rows, k = x1.shape
+    k = x1.shape[1]
     expect(op, "x2", x2, {torch.float8_e4m3fn}, (k, None))
     n = x2.shape[1]
     expect_not_empty(op, x1=x1, x2=x2)

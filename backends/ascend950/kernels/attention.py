@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from deepinfer_backends.ascend950.kernels import calls
 from deepinfer_backends.ascend950.kernels.caches import ring_table, rotate
 from deepinfer_backends.ascend950.kernels.formats import decode
 from deepinfer_backends.ascend950.kernels.linears import LinearOps
 from deepinfer_backends.ascend950.kernels.rows import page_slots, page_table
-from torch import Tensor
-
 from deepinfer_core.backend.types import Rope, SelectedEntries, Weight, WindowKeys
 
 _KEY_VALUES = 1 << 27

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from deepinfer_backends.ascend950.kernels import calls
 from deepinfer_backends.ascend950.kernels.formats import encode
 from deepinfer_backends.ascend950.kernels.linears import LinearOps
 from deepinfer_backends.ascend950.kernels.rows import RowTable, page_table, page_tables
-from torch import Tensor
-
 from deepinfer_core.backend.types import CompressorRing, CompressorRows, PagedEntries, Rope, WindowRing
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from deepinfer_backends.ascend950 import codes
 from torch import Tensor
+
+from deepinfer_backends.ascend950 import codes
 
 FP8_FLOOR = 1e-4
 """Smallest block maximum of an fp8 activation block (DeepSeek reference inference code)."""

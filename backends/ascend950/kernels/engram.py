@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from deepinfer_backends.ascend950.kernels.calls import Mx
 from deepinfer_backends.ascend950.kernels.linears import LinearOps
 from deepinfer_backends.ascend950.layout import paired_scales
-from torch import Tensor
-
 from deepinfer_core.backend.types import Activation, QuantTensor, Weight
 
 

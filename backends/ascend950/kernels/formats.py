@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from deepinfer_backends.ascend950.kernels import calls
 from deepinfer_backends.ascend950.kernels.calls import Mx
 from deepinfer_backends.ascend950.layout import paired_scales
-from torch import Tensor
-
 from deepinfer_core.backend.formats import CacheFormat
 
 _FP4_AMAX_FLOOR = 6.0 * 2.0**-9

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from deepinfer_backends.ascend950.kernels import calls
-from deepinfer_backends.ascend950.kernels.linears import LinearOps
 from torch import Tensor
 
+from deepinfer_backends.ascend950.kernels import calls
+from deepinfer_backends.ascend950.kernels.linears import LinearOps
 from deepinfer_core.backend.types import HcConstants, HcInput, HcWeights
 
 

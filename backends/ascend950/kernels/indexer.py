@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+from torch.nn import functional
+
 from deepinfer_backends.ascend950.kernels import calls
 from deepinfer_backends.ascend950.kernels.caches import rotate
 from deepinfer_backends.ascend950.kernels.formats import decode, index_grid
 from deepinfer_backends.ascend950.kernels.linears import LinearOps
 from deepinfer_backends.ascend950.kernels.rows import page_slots, page_tables
-from torch import Tensor
-from torch.nn import functional
-
 from deepinfer_core.backend.types import CandidateSpec, IndexQuery, PagedEntries, Rope, Selection
 
 _MOST = 2048  # largest sparse_count of the indexer operator
@@ -64,7 +64,7 @@ def _narrow(query: Tensor, head_weights: Tensor, keys: PagedEntries, visible: Te
     slots = slots.clamp_min(0).flatten(0, 1)  # [S * pages of a sequence, n]
     decoded = decode(data.load(slots), scales.load(slots), keys.format)
     pages = torch.arange(table.numel(), dtype=torch.int32, device=query.device).view(table.shape)[keys.sequence.long()]
-    found = calls.lightning_indexer(query, decoded, head_weights, visible.clamp_min(1), pages, count)
+    found = calls.lightning_indexer(query, decoded, head_weights.bfloat16(), visible.clamp_min(1), pages, count)
     return found.long().sort(dim=1).values
 
 

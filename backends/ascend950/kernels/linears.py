@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
 from deepinfer_backends.ascend950.kernels import calls
 from deepinfer_backends.ascend950.layout import Layout, LinearWeight, linear_weight
 from deepinfer_backends.cpu_ref.kernels import ReferenceKernels
-from torch import Tensor
-
 from deepinfer_core.backend.formats import Numerics
 from deepinfer_core.backend.types import Activation, QuantTensor, Weight
 

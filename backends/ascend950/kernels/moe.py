@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
+
 from deepinfer_backends.ascend950.kernels import calls
 from deepinfer_backends.ascend950.kernels.calls import Mx
 from deepinfer_backends.ascend950.kernels.linears import LinearOps
 from deepinfer_backends.ascend950.layout import ExpertWeights, Layout, paired_scales, row_scales
-from torch import Tensor
-
 from deepinfer_core.backend.formats import WeightFormat
 from deepinfer_core.backend.types import Activation, ExpertTensors, QuantTensor, Routing, Weight
 

@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 
 import torch
-from deepinfer_backends.ascend950.kernels import calls
 from torch import Tensor
 
+from deepinfer_backends.ascend950.kernels import calls
 from deepinfer_core.backend.types import PagedEntries
 
 
