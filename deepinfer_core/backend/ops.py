@@ -43,8 +43,8 @@ def refuse_inherited(kernels: Kernels, backend: type[Backend], registry: Registr
     inherited = [origin.op for origin in op_table(type(kernels), backend, registry) if origin.status != "native"]
     if inherited:
         raise BackendError(
-            f"backend {backend.name!r} inherits {len(inherited)} of {len(OPS)} ops ({', '.join(inherited)}), but backend.native_only is true: set it "
-            "to false, or choose a backend that has them"
+            f"backend {backend.name!r} inherits {len(inherited)} of {len(OPS)} ops ({', '.join(inherited)}), "
+            "but backend.native_only is true: set it to false, or choose a backend that has them"
         )
 
 

@@ -6,10 +6,10 @@ import subprocess
 import sys
 
 import pytest
+
 from deepinfer_backends.ascend950 import environment
 from deepinfer_backends.ascend950.backend import AscendBackend
 from deepinfer_backends.ascend950.environment import Check
-
 from deepinfer_core.backend import Numerics
 from deepinfer_core.config import EngineConfig
 

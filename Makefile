@@ -1,0 +1,31 @@
+# `make demo` and `make test` are all a newcomer needs; both build the environment first. .ci/run uses the same rules in a fresh one.
+PYTHON ?= python3
+VENV ?= .venv
+RUN = $(VENV)/bin/python -m
+# Tests run on every core, so each process computes with one thread.
+PYTEST = OMP_NUM_THREADS=1 $(RUN) pytest -q -n auto
+
+.PHONY: demo test test-all lint install
+
+demo: install
+	$(VENV)/bin/deepinfer generate "Once upon a time"
+
+test: install
+	$(PYTEST)
+
+test-all: install
+	$(PYTEST) -m "slow or not slow"
+
+lint: install
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	rm -rf build/types && mkdir -p build/types && ln -s ../../backends build/types/deepinfer_backends
+	MYPYPATH=build/types $(RUN) mypy -p deepinfer_core -p deepinfer_backends
+	$(VENV)/bin/lint-imports --no-logo
+
+install: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
