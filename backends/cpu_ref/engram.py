@@ -17,7 +17,7 @@ class EngramOps(LinearOps):
     """Ops of the contract's group "Engram"."""
 
     def prepare_engram_table(self, table: QuantTensor) -> Weight:
-        return QuantTensor(*(None if t is None else t.to(self.device) for t in table))
+        return table.to(self.device)
 
     def engram_hash(self, ngrams: Tensor, tables: EngramHashTables) -> Tensor:
         size = ngrams.shape[1]

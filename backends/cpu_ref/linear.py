@@ -85,7 +85,7 @@ class LinearOps:
         return x.to(self._dtype)
 
     def prepare_linear(self, parts: Sequence[QuantTensor]) -> Weight:
-        return LinearWeight.of([QuantTensor(*(None if t is None else t.to(self.device) for t in part)) for part in parts])
+        return LinearWeight.of([part.to(self.device) for part in parts])
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         return self._round(table[ids])

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from deepinfer_core.backend.formats import CacheFormat
@@ -37,6 +38,10 @@ class QuantTensor(NamedTuple):
 
     weight: Tensor
     scale: Tensor | None = None
+
+    def to(self, device: torch.device) -> QuantTensor:
+        """The same weight on `device`."""
+        return QuantTensor(self.weight.to(device), None if self.scale is None else self.scale.to(device))
 
 
 class ExpertTensors(NamedTuple):
