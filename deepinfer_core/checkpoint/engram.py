@@ -65,7 +65,7 @@ def token_map_of(tokenizer: Tokenizer) -> np.ndarray:
     token_map = np.empty(tokenizer.get_vocab_size(with_added_tokens=True), dtype=np.int64)
     for token in range(len(token_map)):
         text = tokenizer.decode([token], skip_special_tokens=False)
-        key = tokenizer.id_to_token(token) if REPLACEMENT in text else normalizer.normalize_str(text) or text
+        key = str(tokenizer.id_to_token(token)) if REPLACEMENT in text else normalizer.normalize_str(text) or text
         token_map[token] = numbers.setdefault(key, len(numbers))
     return token_map
 

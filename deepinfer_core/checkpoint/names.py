@@ -6,7 +6,7 @@ Canonical names carry no `model.` prefix. Source: tensor list of the DeepSeek-V4
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -87,7 +87,7 @@ def _fp4(stem: str, rows: int, columns: int, component: Component) -> Specs:
     yield f"{stem}.scale", TensorSpec((rows, columns // BLOCK), E8M0, component)
 
 
-def _plain(dtype: torch.dtype, component: Component, shapes: dict[str, tuple[int, ...]]) -> Specs:
+def _plain(dtype: torch.dtype, component: Component, shapes: Mapping[str, tuple[int, ...]]) -> Specs:
     for name, shape in shapes.items():
         yield name, TensorSpec(shape, dtype, component)
 

@@ -46,10 +46,11 @@ class Checkpoint:
         directory = Path(path)
         config = ModelConfig.load(directory)
         expected = expected_tensors(config)
-        stored, problems = locate(directory)
-        stored = {name: tensor for name, tensor in stored.items() if not _TIED.fullmatch(name)}
+        located = locate(directory)
+        stored = {name: tensor for name, tensor in located.tensors.items() if not _TIED.fullmatch(name)}
+        problems = list(located.problems)
         if stored:
-            problems = problems + _tensor_problems(expected, stored)
+            problems += _tensor_problems(expected, stored, located.covered)
         if problems:
             raise CheckpointError(problems, str(directory))
         return cls(directory, config, stored)
@@ -98,8 +99,8 @@ class Checkpoint:
         self.close()
 
 
-def _tensor_problems(expected: Mapping[str, TensorSpec], stored: Mapping[str, StoredTensor]) -> list[str]:
-    missing = [name for name in expected if name not in stored]
+def _tensor_problems(expected: Mapping[str, TensorSpec], stored: Mapping[str, StoredTensor], covered: set[str]) -> list[str]:
+    missing = [name for name in expected if name not in stored and name not in covered]
     unexpected = [name for name in stored if name not in expected]
     problems = []
     for pattern, text in _REFUSED.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +69,30 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], list[str]]:
     if not isinstance(header, dict):
         return {}, [f"{path.name}: its header is no JSON object; download the shard again"]
     header.pop("__metadata__", None)
-    tensors, problems, end = {}, [], 0
+    tensors, problems = {}, []
     for name, entry in header.items():
         tensor = _stored(path.name, name, entry)
         if isinstance(tensor, str):
             problems.append(tensor)
-            continue
-        tensors[name] = tensor
-        end = max(end, entry["data_offsets"][1])
-    if size < 8 + length + end:
-        problems.append(f"{path.name} is truncated: {size} bytes, expected {8 + length + end}; download the shard again")
-    elif size > 8 + length + end:
-        problems.append(f"{path.name} has {size - 8 - length - end} bytes that belong to no tensor; download the shard again")
+        else:
+            tensors[name] = tensor
+    if not problems:
+        problems += _layout_problems(path.name, [entry["data_offsets"] for entry in header.values()], size - 8 - length)
     return tensors, problems
+
+
+def _layout_problems(file: str, ranges: list[list[int]], size: int) -> list[str]:
+    """Tensors must fill the data part of a shard without gaps or overlaps. `size`: bytes behind the header."""
+    end = 0
+    for begin, after in sorted(ranges):
+        if begin != end:
+            return [f"{file}: its tensors overlap or leave gaps at byte {min(begin, end)} of the data; download the shard again"]
+        end = after
+    if size < end:
+        return [f"{file} is truncated: {size} bytes of data, expected {end}; download the shard again"]
+    if size > end:
+        return [f"{file} has {size - end} bytes that belong to no tensor; download the shard again"]
+    return []
 
 
 def _stored(file: str, name: str, entry: Any) -> StoredTensor | str:
@@ -99,37 +110,50 @@ def _stored(file: str, name: str, entry: Any) -> StoredTensor | str:
     return StoredTensor(file, name, dtype, shape, end - begin)
 
 
-def locate(directory: Path) -> tuple[dict[str, StoredTensor], list[str]]:
-    """All tensors of a checkpoint directory by canonical name, and every problem of index and shards."""
+@dataclass
+class Located:
+    """The tensors of a checkpoint directory and what is wrong with its index and shards."""
+
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)  # by canonical name
+    problems: list[str] = field(default_factory=list)
+    covered: set[str] = field(default_factory=set)  # canonical names without a tensor that a problem accounts for
+
+
+def locate(directory: Path) -> Located:
+    """Find all tensors of a checkpoint directory: an index with its shards, or one file."""
     if not (directory / INDEX_FILE).exists():
         if not (directory / SINGLE_FILE).exists():
-            return {}, [f"{INDEX_FILE} is missing, and there is no {SINGLE_FILE}; expected one of them; download the weights"]
-        tensors, problems = read_header(directory / SINGLE_FILE)
-        return _merge(tensors, problems)
+            return Located(problems=[f"{INDEX_FILE} is missing, and there is no {SINGLE_FILE}; expected one of them; download the weights"])
+        return Located(*_merge(*read_header(directory / SINGLE_FILE)))
     weight_map = read_json(directory / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, Mapping) or not all(_is_file_name(file) for file in weight_map.values()):
-        return {}, [f"{INDEX_FILE}: weight_map is malformed; expected an object of tensor name to shard file name; download it again"]
-    problems: list[str] = []
-    stored: dict[str, StoredTensor] = {}
+        text = f"{INDEX_FILE}: weight_map is malformed; expected an object of tensor name to shard file name; download it again"
+        return Located(problems=[text])
+    located = Located()
     indexed: dict[str, str] = {}
     for name, file in weight_map.items():
         if canonical(name) in indexed:
-            problems.append(f"{INDEX_FILE} names {canonical(name)} twice, with and without the prefix {PREFIX!r}; keep one spelling")
+            located.problems.append(f"{INDEX_FILE} names {canonical(name)} twice, with and without {PREFIX!r}; keep one spelling")
         indexed[canonical(name)] = file
     for file in sorted(set(weight_map.values())):
-        tensors, found = read_header(directory / file)
-        tensors_by_name, found = _merge(tensors, found)
-        problems += found
         listed = {name for name, indexed_file in indexed.items() if indexed_file == file}
-        if tensors:
-            problems += _summary(
-                sorted(listed - tensors_by_name.keys()), f"are listed in {INDEX_FILE} but not in {file}; download both again"
-            )
-        problems += _summary(
-            sorted(tensors_by_name.keys() - listed), f"are in {file} but {INDEX_FILE} does not place them there; download both again"
+        _add_shard(located, *_merge(*read_header(directory / file)), file, listed)
+    return located
+
+
+def _add_shard(located: Located, tensors: dict[str, StoredTensor], problems: list[str], file: str, listed: set[str]) -> None:
+    absent, unlisted = sorted(listed - tensors.keys()), sorted(tensors.keys() - listed)
+    located.problems += problems
+    if absent and tensors:
+        located.problems.append(
+            f"{len(absent)} tensors are listed in {INDEX_FILE} but not in {file}: {examples(absent)}; download both again"
         )
-        stored |= {name: tensor for name, tensor in tensors_by_name.items() if name in listed}
-    return stored, problems
+    if unlisted:
+        located.problems.append(
+            f"{len(unlisted)} tensors are in {file} but {INDEX_FILE} does not place them there: {examples(unlisted)}; download both again"
+        )
+    located.covered.update(absent, unlisted)
+    located.tensors |= {name: tensor for name, tensor in tensors.items() if name in listed}
 
 
 def _merge(tensors: dict[str, StoredTensor], problems: list[str]) -> tuple[dict[str, StoredTensor], list[str]]:
@@ -137,17 +161,13 @@ def _merge(tensors: dict[str, StoredTensor], problems: list[str]) -> tuple[dict[
     merged: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
         if canonical(name) in merged:
-            problems.append(f"{tensor.file} holds {canonical(name)} twice, with and without the prefix {PREFIX!r}; keep one spelling")
+            problems.append(f"{tensor.file} holds {canonical(name)} twice, with and without {PREFIX!r}; keep one spelling")
         merged[canonical(name)] = tensor
     return merged, problems
 
 
 def _is_file_name(file: Any) -> bool:
     return isinstance(file, str) and file == Path(file).name and file.endswith(".safetensors")
-
-
-def _summary(names: list[str], text: str) -> list[str]:
-    return [f"{len(names)} tensors {text}: {examples(names)}"] if names else []
 
 
 def examples(names: list[str], limit: int = 4) -> str:

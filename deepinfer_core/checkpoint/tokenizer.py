@@ -131,7 +131,7 @@ def _without_added_tokens(raw: RawTokenizer) -> RawTokenizer:
 
 def _token_bytes(raw: RawTokenizer) -> list[bytes]:
     """Bytes of every id. A token outside the byte alphabet (an added one) stands for its own UTF-8 spelling."""
-    alphabet = _byte_alphabet()
+    alphabet = byte_alphabet()
     table = [b""] * raw.get_vocab_size(with_added_tokens=True)
     for token, number in raw.get_vocab(with_added_tokens=True).items():
         known = all(character in alphabet for character in token)
@@ -139,7 +139,7 @@ def _token_bytes(raw: RawTokenizer) -> list[bytes]:
     return table
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """The printable character that byte-level BPE writes for each byte, inverted.
 
     Source: GPT-2's byte alphabet: printable Latin-1 stands for itself, the other bytes follow from U+0100 on.
