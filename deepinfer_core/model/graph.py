@@ -6,6 +6,7 @@ Source: DeepSeek reference inference code for V4.1-Flash; names of parameters ar
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from deepinfer_core.model.weights import LayerWeights, ModelWeights
 
 
 @dataclass
-class _Shared:
+class Shared:
     """What a layer publishes for the layers after it, within one forward."""
 
     rows: RowMeta
@@ -38,6 +39,14 @@ class _Shared:
     selected: Tensor | None = None  # int32 [T, topk]
     candidates: Tensor | None = None  # int32 [T, blocks]
     features: list[Tensor] = field(default_factory=list)  # stream means at the drafter's target layers
+
+
+class LayerContext(NamedTuple):
+    """What a layer works with besides its weights and streams."""
+
+    batch: StepBatch
+    caches: ModelCaches
+    shared: Shared
 
 
 @dataclass(frozen=True)
@@ -57,23 +66,27 @@ class Model:
 
     def forward(self, batch: StepBatch, caches: ModelCaches) -> ForwardResult:
         """Runs all layers on the step's rows. Mutates: caches (windows, compressor rings, pages)."""
-        k, config = self.kernels, self.config
-        shared = _Shared(batch.rows)
+        shared = Shared(batch.rows)
         streams, pre = self.enter(batch.tokens)
-        for spec, weights in zip(config.layers, self.weights.layers, strict=True):
-            if weights.engram is not None:
-                streams = self._engram(weights, streams, batch)
-            if spec.index in config.dspark_target_layer_ids:
-                shared.features.append(k.stream_mean(streams))
-            hc = k.hc_pre(streams, pre, weights.hc_attn, weights.attn_norm, self.weights.constants)
-            self._publish(spec, weights, hc.x, batch, caches, shared)
-            if spec.index == config.boundary and batch.decoder_rows is not None:
-                streams, hc = self._truncate(streams, hc, batch, shared)
-            y = self._attention(spec, weights, hc, caches, shared)
-            streams = k.hc_post(streams, y, hc.post, hc.comb)
-            streams, pre = self.moe_sublayer(weights, streams, hc.pre, config.num_experts_per_tok)
+        for spec, weights in zip(self.config.layers, self.weights.layers, strict=True):
+            streams, pre = self.layer(spec, weights, streams, pre, LayerContext(batch, caches, shared))
         features = torch.cat(shared.features, 1) if shared.features else None
-        return ForwardResult(k.hc_collapse(streams, pre), features)
+        return ForwardResult(self.kernels.hc_collapse(streams, pre), features)
+
+    def layer(self, spec: LayerSpec, weights: LayerWeights, streams: Tensor, pre: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
+        """(streams, pre) after one layer. Mutates: the context's caches and shared values."""
+        k, batch, caches, shared = self.kernels, *context
+        if weights.engram is not None:
+            streams = self._engram(weights, streams, batch)
+        if spec.index in self.config.dspark_target_layer_ids:
+            shared.features.append(k.stream_mean(streams))
+        hc = k.hc_pre(streams, pre, weights.hc_attn, weights.attn_norm, self.weights.constants)
+        self._publish(spec, weights, hc.x, context)
+        if spec.index == self.config.boundary and batch.decoder_rows is not None:
+            streams, hc = self._truncate(streams, hc, batch, shared)
+        y = self._attention(spec, weights, hc, caches, shared)
+        streams = k.hc_post(streams, y, hc.post, hc.comb)
+        return self.moe_sublayer(weights, streams, hc.pre, self.config.num_experts_per_tok)
 
     def enter(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Initial streams [T, m, D] (the embedding in each) and `pre` [T, m] (the first stream) of tokens int64 [T]."""
@@ -96,9 +109,10 @@ class Model:
         kv = kv.unflatten(1, (self.config.hc_mult + 1, -1))
         return k.engram_gate(streams, kv, engram.q_weight, engram.k_weight, self.config.rms_norm_eps)
 
-    def _publish(self, spec: LayerSpec, weights: LayerWeights, x: Tensor, batch: StepBatch, caches: ModelCaches, shared: _Shared) -> None:
+    def _publish(self, spec: LayerSpec, weights: LayerWeights, x: Tensor, context: LayerContext) -> None:
         """Makes and stores the compressed entries and index keys of a source layer, for every row of the step."""
         k, eps, w = self.kernels, self.config.rms_norm_eps, weights.attn
+        batch, caches, shared = context
         if spec.is_kv_source:
             meta = batch.entries[spec.ratio]
             assert w.compressor_norm is not None
@@ -118,7 +132,7 @@ class Model:
             rope = Rope(self.rope[True], meta.positions)
             k.store_index_keys(k.linear(shared.latent, w.wk), w.k_norm, eps, rope, shared.keys, meta.slots)
 
-    def _truncate(self, streams: Tensor, hc: HcInput, batch: StepBatch, shared: _Shared) -> tuple[Tensor, HcInput]:
+    def _truncate(self, streams: Tensor, hc: HcInput, batch: StepBatch, shared: Shared) -> tuple[Tensor, HcInput]:
         """Enters the decoder half with its own row metadata, and without the rows that it does not need."""
         assert batch.decoder_rows is not None
         shared.rows = batch.decoder_rows
@@ -130,7 +144,7 @@ class Model:
         kept = HcInput(x, self.kernels.quantize(x), hc.pre[batch.kept], hc.post[batch.kept], hc.comb[batch.kept])
         return streams[batch.kept], kept
 
-    def _attention(self, spec: LayerSpec, weights: LayerWeights, hc: HcInput, caches: ModelCaches, shared: _Shared) -> Tensor:
+    def _attention(self, spec: LayerSpec, weights: LayerWeights, hc: HcInput, caches: ModelCaches, shared: Shared) -> Tensor:
         k, c, w, rows = self.kernels, self.config, weights.attn, shared.rows
         rope = Rope(self.rope[spec.ratio > 0], rows.positions)
         a = k.quantized_linear(hc.quantized, w.wq_a_wkv)
@@ -151,7 +165,7 @@ class Model:
         k.store_window(key, window.ring, rows.window_slots)
         return k.attention_output(out, w.wo_a, w.wo_b, c.o_groups)
 
-    def _select(self, spec: LayerSpec, weights: LayerWeights, x: Tensor, query: Tensor, rope: Rope, shared: _Shared) -> None:
+    def _select(self, spec: LayerSpec, weights: LayerWeights, x: Tensor, query: Tensor, rope: Rope, shared: Shared) -> None:
         """Runs the indexer of an index source and publishes its selection."""
         k, c = self.kernels, self.config
         assert shared.keys is not None

@@ -1,0 +1,118 @@
+"""A checkpoint on a device: weights, caches, and the way from host numbers to a step's metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepinfer_core.backend.formats import CacheFormat, Numerics
+from deepinfer_core.backend.kernels import Kernels
+from deepinfer_core.cache.layout import CacheLayout
+from deepinfer_core.checkpoint.engram import engram_tables
+from deepinfer_core.checkpoint.schema import TextConfig
+from deepinfer_core.model.batch import BatchGeometry, SequenceInputs, StepBatch, Truncation, build_batch
+from deepinfer_core.model.caches import ModelCaches
+from deepinfer_core.model.drafter import Drafter
+from deepinfer_core.model.graph import Model
+from deepinfer_core.model.weights import TensorSource, WeightLoader
+
+
+@dataclass(frozen=True)
+class CacheFormats:
+    """Storage of the three kinds of cached vectors."""
+
+    window: CacheFormat
+    entry: CacheFormat
+    index: CacheFormat
+
+    @classmethod
+    def default(cls, config: TextConfig, numerics: Numerics) -> CacheFormats:
+        """The release's byte formats, or float32 for `ideal` numerics."""
+        if numerics is Numerics.IDEAL:
+            return cls(CacheFormat.F32, CacheFormat.F32, CacheFormat.F32)
+        entry = CacheFormat.FP4 if config.use_fp4_sparse_kv else CacheFormat.FP8
+        return cls(CacheFormat.FP8, entry, CacheFormat.FP4_INDEX)
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """How much cache to allocate."""
+
+    pages: int  # the null page included
+    state_slots: int  # the placeholder slot included
+    max_positions: int  # exclusive bound of any position ever touched
+
+
+@dataclass(frozen=True)
+class HostSequences:
+    """Host side of `SequenceInputs`: numpy arrays of one step, same names and shapes; `tokens` int64 [T]."""
+
+    query_len: np.ndarray
+    start: np.ndarray
+    state_slot: np.ndarray
+    block_table: np.ndarray
+    valid_start: np.ndarray
+    write_start: np.ndarray
+    history: np.ndarray
+    tokens: np.ndarray
+    keep_from: np.ndarray | None = None  # decoder-side replay; None: off
+    compact: bool = False  # with keep_from: drop rows ("compact") instead of narrowing their view ("mask")
+
+
+class LoadedModel:
+    """Everything one process keeps on its device for one checkpoint."""
+
+    def __init__(
+        self,
+        source: TensorSource,
+        tokenizer_path: Path,
+        kernels: Kernels,
+        layout: CacheLayout,
+        sizes: CacheSizes,
+        drafter: bool = False,
+        progress: Callable[[str], None] = lambda part: None,
+    ) -> None:
+        config = source.config.text_config
+        engram = engram_tables(source.config, tokenizer_path) if config.engram_layer_ids else None
+        weights = WeightLoader(source, kernels, engram).load(drafter, progress)
+        compressors = [ring.rows for ring in layout.rings if ring.kind == "compressor"]
+        self.config, self.kernels, self.layout = config, kernels, layout
+        self.geometry = BatchGeometry(
+            window=config.sliding_window,
+            ring=layout.ring_rows,
+            compressor_ring=max(compressors, default=1),
+            state_slots=sizes.state_slots,
+            page_tokens=layout.page_tokens,
+            ratios=tuple(sorted({spec.ratio for spec in config.layers if spec.ratio})),
+            ngram=config.engram_max_ngram_size if engram else 0,
+        )
+        self.token_map = torch.from_numpy(engram.token_map).to(kernels.device) if engram else None
+        self.pad_id = engram.pad_id if engram else 0
+        self.caches = ModelCaches(config, layout, sizes.pages, sizes.state_slots, kernels.device)
+        self.model = Model(config, kernels, weights, sizes.max_positions)
+        self.drafter = Drafter(self.model, self.geometry) if drafter else None
+
+    def batch(self, host: HostSequences, upload: Callable[[np.ndarray], Tensor] | None = None) -> StepBatch:
+        """Metadata of one step. `upload` copies an array to the device (default: a blocking copy)."""
+        to = upload or (lambda array: torch.from_numpy(array).to(self.kernels.device))
+        truncation = None
+        if host.keep_from is not None:
+            kept = np.clip(host.start + host.query_len - host.keep_from, 1, host.query_len)
+            truncation = Truncation(to(host.keep_from), to(kept) if host.compact else None, int(kept.sum()))
+        inputs = SequenceInputs(
+            query_len=to(host.query_len),
+            start=to(host.start),
+            state_slot=to(host.state_slot),
+            block_table=to(host.block_table),
+            valid_start=to(host.valid_start),
+            write_start=to(host.write_start),
+            history=to(host.history),
+            tokens=to(host.tokens),
+            truncation=truncation,
+        )
+        return build_batch(self.geometry, inputs, self.token_map, self.pad_id)
