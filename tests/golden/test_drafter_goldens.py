@@ -28,6 +28,15 @@ def solo(request):
     return model
 
 
+def recording(solo, length, case="end"):
+    """The recording of one prompt; skips what the set that ships with the repository leaves out to stay small."""
+    path = solo.recordings / f"dspark_p{length}.safetensors"
+    record = load_file(path) if path.exists() else {}
+    if f"{case}.anchor" not in record:
+        pytest.skip(f"case {case} of prompt p{length} is in the larger set only (DEEPINFER_GOLDENS_DIR)")
+    return record
+
+
 @torch.inference_mode()
 def draft(solo, position, anchor, rows):
     """(hidden, base logits, chain logits, drafts, confidences) of one pass."""
@@ -46,7 +55,7 @@ def draft(solo, position, anchor, rows):
 
 @pytest.mark.parametrize("length", [33, 150])
 def test_features(solo, length):
-    record = load_file(solo.recordings / f"dspark_p{length}.safetensors")
+    record = recording(solo, length)
     solo.forget()
     result = solo.step({0: record["input_ids"].tolist()})
     assert (result.features - record["features"]).abs().max() < 1e-3
@@ -55,7 +64,7 @@ def test_features(solo, length):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("length", [33, 150])
 def test_draft_pass(solo, length, case):
-    record = load_file(solo.recordings / f"dspark_p{length}.safetensors")
+    record = recording(solo, length, case)
     ids = record["input_ids"].tolist()
     position, anchor, rows = record[f"{case}.anchor"].tolist()
     solo.forget()
@@ -76,7 +85,7 @@ def test_draft_pass(solo, length, case):
 
 
 def test_main_keys_outside_the_window_are_never_read(solo):
-    record = load_file(solo.recordings / "dspark_p33.safetensors")
+    record = recording(solo, 33)
     ids = record["input_ids"].tolist()
     solo.forget()
     solo.step({0: ids[:33]})

@@ -130,6 +130,8 @@ def test_ideal_numerics_reproduce_the_greedy_continuation(goldens, ideal, length
 @pytest.mark.parametrize("length", PROMPTS)
 def test_release_numerics_agree_within_the_stated_statistics(goldens, release, length):
     record = load_file(goldens[0] / f"text_p{length}.safetensors")
+    if "logits.bf16" not in record:
+        pytest.skip("the quantised variants of long prompts are in the larger set only (DEEPINFER_GOLDENS_DIR)")
     release.forget()
     logits = release.logits(record["input_ids"].tolist())[record["logit_positions"].long()]
     expected = record["logits.bf16"]
@@ -150,6 +152,8 @@ def test_release_numerics_agree_where_the_margin_is_large(goldens, release):
     margins, equal = [], []
     for length in PROMPTS:
         record = load_file(goldens[0] / f"text_p{length}.safetensors")
+        if "logits.f32" not in record:
+            continue
         release.forget()
         logits = release.logits(record["input_ids"].tolist())[record["logit_positions"].long()]
         top = record["logits.f32"].topk(2)
