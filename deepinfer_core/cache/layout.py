@@ -15,13 +15,14 @@ from math import lcm
 from typing import Any, Literal
 
 from deepinfer_core.backend.formats import CacheFormat
+from deepinfer_core.errors import ConfigError
 
 SECTION_ALIGN = 32  # bytes; start of every section and ring
 PAGE_STRIDE_ALIGN = 128  # bytes; the index-score kernels of DeepInfer 0.1.0 want a page stride that is a multiple of it
 COMPRESSOR_PARTS = 2  # float32 latent and gate of each open row
 
 
-class CacheLayoutError(ValueError):
+class CacheLayoutError(ConfigError):
     """The config and the requested formats give no layout; the message names the field."""
 
 
@@ -190,9 +191,8 @@ def _page_sections(config: Any, entry_format: CacheFormat, index_format: CacheFo
     sections: list[Section] = []
     end = 0
     for spec in config.layers:
-        for kind, owned in (("index", spec.is_index_k_source), ("main", spec.is_kv_source)):
-            if not owned:
-                continue
+        owned: list[Literal["index", "main"]] = ["index"] * spec.is_index_k_source + ["main"] * spec.is_kv_source
+        for kind in owned:
             if spec.ratio < 1 or page_tokens % spec.ratio:
                 raise CacheLayoutError(
                     f"cache layout: compress_ratios[{spec.index}] = {spec.ratio} of a source layer must be at least 1 and divide "

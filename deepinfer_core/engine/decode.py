@@ -1,0 +1,88 @@
+"""Which running requests decode in a step, with how many drafts, and who must give up pages for it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from deepinfer_core.engine.ledger import Ledger
+from deepinfer_core.engine.table import RUNNING
+from deepinfer_core.engine.verification import CostTable, allocate_drafts, plan_budget
+
+
+class DecodeRows(NamedTuple):
+    """The decoding part of a step. R requests."""
+
+    rows: np.ndarray  # int64 [R] table rows, longest sequence first
+    drafts: np.ndarray  # int64 [R] drafts to verify
+    reallocate: int  # >= 0: the device spreads this many draft rows anew; -1: as planned
+
+    @property
+    def num_rows(self) -> int:
+        """Step rows."""
+        return len(self.rows) + int(self.drafts.sum())
+
+
+class DecodePlanner:
+    """Chooses decode rows and grows their block tables. Mutates the ledger: it may preempt."""
+
+    def __init__(self, ledger: Ledger, cost: CostTable | None) -> None:
+        self.ledger, self.limits, self.cost = ledger, ledger.limits, cost
+
+    def select(self) -> DecodeRows:
+        """The decode rows of the next step; all pages that they may write are allocated."""
+        table = self.ledger.table
+        pending = table.sampling > 0  # a sample is in flight: at least one more token will come
+        ready = (table.state == RUNNING) & ~table.filling & (table.length + pending < table.limit)
+        rows = np.flatnonzero(ready)
+        rows = rows[np.argsort(-table.length[rows], kind="stable")]
+        in_flight = pending[rows]
+        available = np.where(in_flight, self.limits.num_draft_tokens * (table.will_draft & table.drafting)[rows], table.num_drafts[rows])
+        available = np.minimum(available, table.limit[rows] - table.length[rows] - in_flight - 1)  # >= 0 by `ready`
+        drafts, reallocate = self._spread(rows, available, in_flight)
+        widest = self.limits.num_draft_tokens if reallocate >= 0 else drafts
+        kept = self._grow(rows, table.scheduled[rows] + 1 + widest)
+        if len(kept) < len(rows):
+            rows, drafts = rows[kept], drafts[kept]
+            reallocate = int(drafts.sum()) if reallocate >= 0 else -1
+        return DecodeRows(rows, drafts, reallocate)
+
+    def _spread(self, rows: np.ndarray, available: np.ndarray, in_flight: np.ndarray) -> tuple[np.ndarray, int]:
+        if not (self.limits.varlen_verification and self.cost is not None and len(rows) and available.any()):
+            return available, -1
+        table = self.ledger.table
+        exists = np.arange(self.limits.num_draft_tokens) < available[:, None]
+        newest = _survival(table.rates[rows], exists)
+        older = np.where(in_flight[:, None], newest, _survival(table.previous_rates[rows], exists))
+        budget = plan_budget(older, self.cost) - len(rows)
+        drafts = np.minimum(allocate_drafts(newest, budget), available)
+        return drafts, int(drafts.sum()) if in_flight.any() else -1
+
+    def _grow(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Gives each row pages for positions below its end, preempting if needed. Returns the indices of rows that still run."""
+        ledger, table = self.ledger, self.ledger.table
+        missing = -(-ends // self.limits.page_tokens) - table.num_pages[rows]
+        growing = np.flatnonzero(missing > 0)
+        if not len(growing):
+            return np.arange(len(rows))
+        outputs = table.length[rows] - table.prompt_len[rows]
+        for i in sorted(growing, key=lambda i: (outputs[i], table.order[rows[i]])):  # fewest outputs first
+            row, count = int(rows[i]), int(missing[i])
+            while table.state[row] == RUNNING and not ledger.pages.can_allocate(count):
+                ledger.preempt(self._victim())
+            if table.state[row] == RUNNING:
+                table.add_pages(row, ledger.pages.allocate(count))
+        return np.flatnonzero(table.state[rows] == RUNNING)
+
+    def _victim(self) -> int:
+        """The running row with most outputs, the youngest of equals."""
+        table = self.ledger.table
+        running = table.running()
+        outputs = table.length[running] - table.prompt_len[running]
+        return int(running[np.lexsort((table.order[running], outputs))[-1]])
+
+
+def _survival(rates: np.ndarray, exists: np.ndarray) -> np.ndarray:
+    """Survivals with unknown ones as 1 and drafts that do not exist as 0."""
+    return np.where(exists, np.where(np.isnan(rates), 1.0, rates), 0.0)
