@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,6 +76,21 @@ def test_data_is_that_of_the_file():
     with safe_open(shipped_checkpoint() / FIRST, "pt") as file:
         for name in file.keys():  # noqa: SIM118 - the handle is no dict
             assert torch.equal(checkpoint.tensor(name).view(torch.uint8), file.get_tensor(name).view(torch.uint8))
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads the memory map of Linux")
+def test_tensors_are_mapped_and_outlive_the_checkpoint():
+    checkpoint = Checkpoint.open(shipped_checkpoint())
+    tensor = checkpoint.tensor("embed.weight")
+    total = tensor.float().sum()
+    checkpoint.close()
+    assert tensor.float().sum() == total
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(address, 16) for address in line.split()[0].split("-"))
+        if begin <= tensor.data_ptr() < end:
+            assert line.endswith(checkpoint.stored("embed.weight").file)
+            return
+    pytest.fail("the tensor lies in no mapping")
 
 
 def test_unknown_name():
