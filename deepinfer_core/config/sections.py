@@ -103,13 +103,24 @@ class SpeculativeSection(Section):
 
 
 class SamplingSection(Section):
-    """What holds for the sampling of all requests."""
+    """What holds for the sampling of all requests, and the defaults of requests that come without SamplingParams."""
 
+    temperature: float | None = Field(default=None, ge=0, description="default of requests; unset: SamplingParams' own")
+    top_p: float | None = Field(default=None, gt=0, le=1, description="default of requests; unset: SamplingParams' own")
+    top_k: int | None = Field(default=None, ge=-1, description="default of requests; unset: SamplingParams' own")
+    min_p: float | None = Field(default=None, ge=0, le=1, description="default of requests; unset: SamplingParams' own")
+    max_tokens: int | None = Field(default=None, ge=1, description="default of requests; unset: SamplingParams' own")
     token_blacklist: str = Field(default="", description="ids never generated: '0..3,7,10..12', strictly increasing")
     greedy_compat: bool = Field(default=False, description="greedy as in DeepInfer 0.1.0 (temperature 1e-5) instead of the exact argmax")
     logprobs_mode: Literal["processed", "raw"] = Field(
         default="processed", description="log-probabilities after temperature, top-k, top-p and min-p, or before"
     )
+
+    @property
+    def request_defaults(self) -> dict[str, float | int]:
+        """Arguments for the SamplingParams of a request that comes without: the defaults that are set."""
+        names = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 class ParallelSection(Section):

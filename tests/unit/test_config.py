@@ -84,6 +84,12 @@ def test_derived_numbers():
     assert (plain.token_budget, plain.runtime_max_model_len, plain.backtracking_tokens) == (4096, 4096, 1)
 
 
+def test_sampling_defaults_that_are_set():
+    assert EngineConfig().sampling.request_defaults == {}
+    config = resolve_config({"temperature": 0.0, "top_p": 0.9, "max_tokens": 8}, env={}).config
+    assert config.sampling.request_defaults == {"temperature": 0.0, "top_p": 0.9, "max_tokens": 8}
+
+
 def test_config_is_frozen():
     with pytest.raises(ValueError, match="frozen"):
         EngineConfig().model.seed = 3

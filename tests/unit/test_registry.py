@@ -5,6 +5,7 @@ import re
 import sys
 import textwrap
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 
@@ -253,6 +254,13 @@ def test_ops_of_kernels_that_break_the_contract_or_cannot_be_built(install):
     assert (statuses["embed"], statuses["moe"]) == ("native", "missing")
     with pytest.raises(KernelContractError, match="op 'moe' is missing"):
         found.backend().kernels("")
+
+
+def test_every_hook_is_documented():
+    text = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text(encoding="utf-8")
+    hooks = vars(discover().manager.hook)
+    assert hooks
+    assert [name for name in hooks if f"`{name}()`" not in text] == []
 
 
 def test_careful_defaults_of_claims():
