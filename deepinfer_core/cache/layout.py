@@ -191,8 +191,8 @@ def _page_sections(config: Any, entry_format: CacheFormat, index_format: CacheFo
     sections: list[Section] = []
     end = 0
     for spec in config.layers:
-        owned: list[Literal["index", "main"]] = ["index"] * spec.is_index_k_source + ["main"] * spec.is_kv_source
-        for kind in owned:
+        owned: dict[Literal["index", "main"], bool] = {"index": spec.is_index_k_source, "main": spec.is_kv_source}
+        for kind in (kind for kind, is_owned in owned.items() if is_owned):
             if spec.ratio < 1 or page_tokens % spec.ratio:
                 raise CacheLayoutError(
                     f"cache layout: compress_ratios[{spec.index}] = {spec.ratio} of a source layer must be at least 1 and divide "

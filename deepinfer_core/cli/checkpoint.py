@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm
 
 from deepinfer_core.backend.formats import CacheFormat
 from deepinfer_core.cache.layout import CacheLayout, CacheReport

@@ -40,12 +40,13 @@ class MoeOps(LinearOps):
         out = _feed_forward(routed.rows, weights, routed.counts, experts, limit)
         # Rows lie by ascending expert, so ascending places of a token are its experts in ascending order.
         places = routed.place.view(rows, top_k).sort(dim=1).values.long()
-        total = None
+        total: Tensor | None = None
         for j in range(top_k):
             place = places[:, j]
             # Rows past the valid count are undefined (they may hold NaN): select, do not multiply by zero.
             part = torch.where((place >= 0)[:, None], out[place.clamp_min(0)].float(), 0.0)
             total = part if total is None else total + part
+        assert total is not None  # top_k is at least 1
         if shared is not None:
             total = total + _feed_forward(x, None, _all_rows(rows, x.values.device), shared, limit).float()
         return total.bfloat16()
