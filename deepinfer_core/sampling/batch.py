@@ -1,0 +1,106 @@
+"""What the device needs to know about the sampled rows of one step, built on the host and uploaded in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from deepinfer_core.backend.types import RandomRows, SamplingRows
+from deepinfer_core.sampling.edits import LogitEdits, edit_arrays, edits_from
+from deepinfer_core.sampling.packing import pack, unpack
+from deepinfer_core.sampling.random import ROW_STRIDE
+from deepinfer_core.sampling.state import RequestRows
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """Device tensors of R sequences with Q sampled rows; rows of a sequence are consecutive. Valid for one step.
+
+    `base` may be replaced (`dataclasses.replace`) by positions that only the device knows, as long as no sequence `needs_history`.
+    """
+
+    settings: SamplingRows  # [R], temperature 0 on greedy sequences: the distribution tokens are drawn from
+    scores: SamplingRows  # [R], temperature 1 on greedy sequences: the distribution log-probabilities are reported from
+    seeds: Tensor  # int64 [R]
+    draft_seeds: Tensor  # int64 [R]
+    base: Tensor  # int64 [R]: index of the token that the sequence's first row generates
+    request: Tensor | None  # int64 [Q]: sequence of each row; None: one row each
+    row: Tensor | None  # int64 [Q]: number of the row in its sequence
+    first_row: Tensor | None  # int64 [R]
+    golden: Tensor | None  # int64 [Q]: forced token or -1; None: no row has one
+    edits: LogitEdits | None  # changes of the logits; None: none besides the blacklist
+    count: int  # R
+    all_greedy: bool
+    top: int  # most `top_logprobs` that a sequence asks for
+    row_stride: int = ROW_STRIDE
+
+    def per_row(self, values: Tensor) -> Tensor:
+        """`values` [R, ...] repeated for the rows of each sequence: [Q, ...]."""
+        return values if self.request is None else values.index_select(0, self.request)
+
+    def rows_of(self, settings: SamplingRows) -> SamplingRows:
+        """`settings` [R] for each row [Q]."""
+        if self.request is None:
+            return settings
+        tensors = (self.per_row(values) for values in settings[:4])
+        return SamplingRows(*tensors, any_filtered=settings.any_filtered, any_greedy=settings.any_greedy)
+
+    def random(self) -> RandomRows:
+        """Random numbers of the target's draws [Q]: row j of a sequence uses position base + j * row_stride."""
+        if self.request is None or self.row is None:
+            return RandomRows(self.seeds, self.base)
+        return RandomRows(self.per_row(self.seeds), self.per_row(self.base) + self.row * self.row_stride)
+
+
+def prepare(
+    requests: Sequence[RequestRows],
+    upload: Callable[[np.ndarray], Tensor],
+    row_stride: int = ROW_STRIDE,
+) -> SamplingBatch:
+    """The batch of `requests`; `upload` copies one uint8 array to the device."""
+    states = [request.state for request in requests]
+    count = len(states)
+    arrays: dict[str, np.ndarray] = {
+        "ints": np.array([(*s.seeds, r.position) for s, r in zip(states, requests, strict=True)], np.int64).reshape(count, 3).T,
+        "floats": np.array([s.floats for s in states], np.float32).reshape(count, 4).T,
+        "top_k": np.array([s.top_k for s in states], np.int32),
+    }
+    if any(request.drafts for request in requests):
+        arrays |= _row_arrays(requests)
+    if any(s.generated < len(s.golden) for s in states):
+        arrays["golden"] = np.array([r.state.forced(j) for r in requests for j in range(r.drafts + 1)], np.int64)
+    arrays |= edit_arrays(requests)
+    buffer, layout = pack(arrays)
+    device: dict[str, Any] = unpack(upload(buffer), layout)
+    greedy = sum(s.greedy for s in states)
+    floats, ints = device["floats"], device["ints"]
+    settings = SamplingRows(
+        floats[0], device["top_k"], floats[2], floats[3], any_filtered=any(s.filtered for s in states), any_greedy=greedy > 0
+    )
+    return SamplingBatch(
+        settings=settings,
+        scores=settings._replace(temperature=floats[1], any_greedy=False),
+        seeds=ints[0],
+        draft_seeds=ints[1],
+        base=ints[2],
+        request=device.get("request"),
+        row=device.get("row"),
+        first_row=device.get("first_row"),
+        golden=device.get("golden"),
+        edits=edits_from(device),
+        count=count,
+        all_greedy=greedy == count,
+        top=max((s.params.top_logprobs for s in states), default=0),
+        row_stride=row_stride,
+    )
+
+
+def _row_arrays(requests: Sequence[RequestRows]) -> dict[str, np.ndarray]:
+    lengths = np.array([request.drafts + 1 for request in requests])
+    first = np.concatenate(([0], np.cumsum(lengths)[:-1]))
+    request = np.repeat(np.arange(len(requests)), lengths)
+    return {"request": request, "row": np.arange(len(request)) - first[request], "first_row": first}
