@@ -256,6 +256,14 @@ def test_ops_of_kernels_that_break_the_contract_or_cannot_be_built(install):
         found.backend().kernels("")
 
 
+def test_the_reference_kernels_are_importable_from_their_package():
+    from deepinfer_backends import cpu_ref
+
+    assert type(get_backend("cpu_ref").kernels("")) is cpu_ref.ReferenceKernels
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        cpu_ref.nothing  # noqa: B018
+
+
 def test_every_hook_is_documented():
     text = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text(encoding="utf-8")
     hooks = vars(discover().manager.hook)
