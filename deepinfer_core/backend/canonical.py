@@ -75,6 +75,13 @@ def philox_words_numpy(seeds: np.ndarray, subsequences: np.ndarray) -> np.ndarra
 
 def draw_below(words: Tensor, total: Tensor) -> Tensor:
     """`(word1 * 2^32 + word0) mod total` as int64; words int64 [2, n], total int64 [n] in [1, 2^32]."""
+    if words.device.type == "cpu":
+        low, high = words.numpy().astype(np.uint64)
+        return torch.from_numpy(((high << _HALF | low) % total.numpy().astype(np.uint64)).astype(np.int64))
+    return _draw_below_torch(words, total)
+
+
+def _draw_below_torch(words: Tensor, total: Tensor) -> Tensor:
     remainder = words[1] % total
     for limb in (words[0] >> 16, words[0] & 0xFFFF):  # 16 bits at a time: no intermediate passes 2^48
         remainder = (remainder * 65536 + limb) % total

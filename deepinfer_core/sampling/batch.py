@@ -46,8 +46,8 @@ class SamplingBatch:
         """`settings` [R] for each row [Q]."""
         if self.request is None:
             return settings
-        tensors = (self.per_row(values) for values in settings[:4])
-        return SamplingRows(*tensors, any_filtered=settings.any_filtered, any_greedy=settings.any_greedy)
+        temperature, top_k, top_p, min_p = (self.per_row(values) for values in settings[:4])
+        return settings._replace(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
     def random(self) -> RandomRows:
         """Random numbers of the target's draws [Q]: row j of a sequence uses position base + j * row_stride."""

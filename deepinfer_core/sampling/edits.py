@@ -66,7 +66,8 @@ class LogitEdits:
 def edit_arrays(requests: Sequence[RequestRows]) -> dict[str, np.ndarray]:
     """The host arrays of all edits of a step, by name; empty if there are none."""
     pairs: dict[str, list[tuple[int, np.ndarray]]] = {"bias": [], "forbidden": [], "output": [], "prompt": [], "drafts": []}
-    bias_values, counts, factors, penalised, masks, mask_rows = [], [], [], [], [], []
+    penalised: list[int] = []
+    bias_values, counts, factors, masks, mask_rows = [], [], [], [], []
     start = 0
     for request in requests:
         state = request.state

@@ -46,7 +46,8 @@ def pack_device(tensors: Sequence[Tensor]) -> Tensor:
 
 def unpack_host(buffer: np.ndarray, like: Sequence[Tensor]) -> list[np.ndarray]:
     """The tensors of `pack_device` as numpy arrays; `like` gives shapes and dtypes and is not read."""
-    arrays, offset = [], 0
+    arrays: list[np.ndarray] = []
+    offset = 0
     for tensor in like:
         size = tensor.numel() * tensor.element_size()
         arrays.append(np.frombuffer(buffer[offset : offset + size].tobytes(), _NUMPY[tensor.dtype]).reshape(tuple(tensor.shape)))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from deepinfer_core.backend.canonical import (
+    _draw_below_torch,
     draw_below,
     exp_table,
     integer_exp,
@@ -56,6 +57,7 @@ def test_draw_below_is_the_remainder_of_the_64_bit_word() -> None:
     totals = np.concatenate((rng.integers(1, 2**32, 496, dtype=np.int64), np.array([1, 2, 2**31, 2**32])))
     want = [(int(high) * 2**32 + int(low)) % int(total) for low, high, total in zip(words[0], words[1], totals, strict=True)]
     assert draw_below(torch.from_numpy(words), torch.from_numpy(totals)).tolist() == want
+    assert _draw_below_torch(torch.from_numpy(words), torch.from_numpy(totals)).tolist() == want
 
 
 def test_exp_table_is_the_rounded_exponential() -> None:
