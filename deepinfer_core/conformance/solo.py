@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from deepinfer_core.backend.kernels import Kernels
 from deepinfer_core.cache.layout import CacheLayout
 from deepinfer_core.checkpoint.reader import Checkpoint
+from deepinfer_core.model.batch import SequenceInputs
 from deepinfer_core.model.graph import ForwardResult
-from deepinfer_core.model.loaded import CacheFormats, CacheSizes, HostSequences, LoadedModel
+from deepinfer_core.model.loaded import CacheFormats, CacheSizes, LoadedModel
 from deepinfer_core.model.weights import TensorSource
 
 
@@ -55,27 +56,32 @@ class SoloModel:
             for i in range(sequences)
         ]
 
-    def host(self, new: dict[int, Sequence[int]]) -> HostSequences:
+    def inputs(self, new: dict[int, Sequence[int]]) -> SequenceInputs:
         """Step inputs that extend sequence i by the tokens new[i]. Does not change the sequences."""
         order = list(new)
         mine = [self.sequences[i] for i in order]
-        history = [([-1] * 3 + s.tokens)[-3:] for s in mine]
         size = max(self.loaded.config.engram_max_ngram_size - 1, 0)
-        return HostSequences(
-            query_len=np.array([len(new[i]) for i in order], dtype=np.int64),
-            start=np.array([len(s.tokens) for s in mine], dtype=np.int64),
-            state_slot=np.array([s.slot for s in mine], dtype=np.int64),
-            block_table=np.array([s.pages for s in mine], dtype=np.int32),
-            valid_start=np.zeros(len(order), dtype=np.int64),
-            write_start=np.zeros(len(order), dtype=np.int64),
-            history=np.array(history, dtype=np.int64)[:, 3 - size :],
-            tokens=np.concatenate([np.asarray(new[i], dtype=np.int64) for i in order]),
+        history = [([-1] * size + s.tokens)[len(s.tokens) :] for s in mine]
+        device = self.loaded.kernels.device
+
+        def put(values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        return SequenceInputs(
+            query_len=put([len(new[i]) for i in order]),
+            start=put([len(s.tokens) for s in mine]),
+            state_slot=put([s.slot for s in mine]),
+            block_table=put([s.pages for s in mine], torch.int32),
+            valid_start=put([0] * len(order)),
+            write_start=put([0] * len(order)),
+            history=put(history),
+            tokens=put([int(token) for i in order for token in new[i]]),
         )
 
     @torch.inference_mode()
     def step(self, new: dict[int, Sequence[int]]) -> ForwardResult:
         """Runs one packed step and keeps the tokens. Rows come back packed, in the order of `new`."""
-        batch = self.loaded.batch(self.host(new))
+        batch = self.loaded.batch(self.inputs(new))
         result = self.loaded.model.forward(batch, self.loaded.caches)
         if self.loaded.drafter is not None and result.features is not None:
             self.loaded.drafter.feed(result.features, batch.rows, self.loaded.caches)

@@ -1,4 +1,4 @@
-"""A checkpoint on a device: weights, caches, and the way from host numbers to a step's metadata."""
+"""A checkpoint on a device: weights, caches, and the sizes that turn a step's numbers into metadata."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from deepinfer_core.backend.formats import CacheFormat, Numerics
 from deepinfer_core.backend.kernels import Kernels
 from deepinfer_core.cache.layout import CacheLayout
 from deepinfer_core.checkpoint.engram import engram_tables
 from deepinfer_core.checkpoint.schema import TextConfig
-from deepinfer_core.model.batch import BatchGeometry, SequenceInputs, StepBatch, Truncation, build_batch
+from deepinfer_core.model.batch import BatchGeometry, SequenceInputs, StepBatch, build_batch
 from deepinfer_core.model.caches import ModelCaches
 from deepinfer_core.model.drafter import Drafter
 from deepinfer_core.model.graph import Model
@@ -46,22 +44,6 @@ class CacheSizes:
     pages: int  # the null page included
     state_slots: int  # the placeholder slot included
     max_positions: int  # exclusive bound of any position ever touched
-
-
-@dataclass(frozen=True)
-class HostSequences:
-    """Host side of `SequenceInputs`: numpy arrays of one step, same names and shapes; `tokens` int64 [T]."""
-
-    query_len: np.ndarray
-    start: np.ndarray
-    state_slot: np.ndarray
-    block_table: np.ndarray
-    valid_start: np.ndarray
-    write_start: np.ndarray
-    history: np.ndarray
-    tokens: np.ndarray
-    keep_from: np.ndarray | None = None  # decoder-side replay; None: off
-    compact: bool = False  # with keep_from: drop rows ("compact") instead of narrowing their view ("mask")
 
 
 class LoadedModel:
@@ -97,22 +79,6 @@ class LoadedModel:
         self.model = Model(config, kernels, weights, sizes.max_positions)
         self.drafter = Drafter(self.model, self.geometry) if drafter else None
 
-    def batch(self, host: HostSequences, upload: Callable[[np.ndarray], Tensor] | None = None) -> StepBatch:
-        """Metadata of one step. `upload` copies an array to the device (default: a blocking copy)."""
-        to = upload or (lambda array: torch.from_numpy(array).to(self.kernels.device))
-        truncation = None
-        if host.keep_from is not None:
-            kept = np.clip(host.start + host.query_len - host.keep_from, 1, host.query_len)
-            truncation = Truncation(to(host.keep_from), to(kept) if host.compact else None, int(kept.sum()))
-        inputs = SequenceInputs(
-            query_len=to(host.query_len),
-            start=to(host.start),
-            state_slot=to(host.state_slot),
-            block_table=to(host.block_table),
-            valid_start=to(host.valid_start),
-            write_start=to(host.write_start),
-            history=to(host.history),
-            tokens=to(host.tokens),
-            truncation=truncation,
-        )
-        return build_batch(self.geometry, inputs, self.token_map, self.pad_id)
+    def batch(self, sequences: SequenceInputs) -> StepBatch:
+        """Metadata of one step."""
+        return build_batch(self.geometry, sequences, self.token_map, self.pad_id)

@@ -187,7 +187,7 @@ def test_each_layer_from_the_recorded_state(goldens, variant, kernels):
     ids = load_file(goldens[0] / "text_p33.safetensors")["input_ids"].tolist()
     device = torch.device("cpu")
     solo = SoloModel(goldens[1], kernels(device) if kernels else ReferenceKernels(device, Numerics.IDEAL))
-    batch = solo.loaded.batch(solo.host({0: ids}))
+    batch = solo.loaded.batch(solo.inputs({0: ids}))
     model = solo.loaded.model
     context = LayerContext(batch, solo.loaded.caches, Shared(batch.rows))
     state = model.enter(batch.tokens)

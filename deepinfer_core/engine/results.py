@@ -1,0 +1,148 @@
+"""A step's results: gathered on the device by sequence, copied to the host at once, taken apart there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepinfer_core.engine.plan import StepPlan, StepResult
+from deepinfer_core.sampling.sampler import Sampled, Scores, Verified
+
+
+class TokenScores(NamedTuple):
+    """Log-probabilities of n consecutive tokens of one sequence."""
+
+    tokens: np.ndarray  # float32 [n]
+    top_ids: np.ndarray | None  # int64 [n, top]
+    top: np.ndarray | None  # float32 [n, top], falling
+
+
+@dataclass(frozen=True)
+class StepPayload:
+    """What a step tells about its tokens besides the ids."""
+
+    scores: list[TokenScores | None]  # by sequence; of the emitted tokens
+    prompt_scores: dict[int, TokenScores]  # by sequence; of the prompt tokens after this step's rows
+    estimates: np.ndarray | None  # float32 [S, D] estimated acceptance of the verified drafts
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """Results of a step that the next one needs, on the device. Row s belongs to sequence s of the step's plan."""
+
+    tokens: Tensor  # int64 [S] sampled token
+    accepted: Tensor  # int64 [S] drafts accepted
+    verified: Tensor  # int64 [S, D] drafts that were verified, -1 behind the last
+    drafts: Tensor  # int64 [S, D] drafts made after sampling, -1 where none
+    confidences: Tensor  # float32 [S, D]
+
+
+class DeviceOutputs:
+    """Collects results of S sequences; rows of sequences that do not sample keep their initial values."""
+
+    def __init__(self, sequences: int, drafts: int, device: torch.device) -> None:
+        self.width = 1 + drafts
+        self.tokens = torch.full((sequences,), -1, dtype=torch.int64, device=device)
+        self.accepted = torch.zeros(sequences, dtype=torch.int64, device=device)
+        self.emitted = torch.full((sequences, self.width), -1, dtype=torch.int64, device=device)
+        self.failed = torch.zeros(sequences, dtype=torch.bool, device=device)
+        self.verified = torch.full((sequences, drafts), -1, dtype=torch.int64, device=device)
+        self.drafts = torch.full((sequences, drafts), -1, dtype=torch.int64, device=device)
+        self.confidences = torch.zeros(sequences, drafts, device=device)
+        self.scores = torch.zeros(sequences, self.width, device=device)
+        self.estimates = torch.zeros(sequences, self.width, device=device)
+        self._top: dict[str, Tensor] = {}
+        self._prompt: dict[str, Tensor] = {}
+        self._has_drafts = False
+
+    def put_sampled(self, sequences: Tensor, chosen: Sampled) -> None:
+        """One token for each of `sequences` int64 [R]."""
+        self.tokens[sequences] = chosen.tokens
+        self.emitted[sequences, 0] = chosen.tokens
+        self.failed[sequences] = chosen.failed
+        self.scores[sequences, 0] = chosen.scores.tokens
+        self._put_top(sequences, torch.zeros_like(sequences), chosen.scores)
+
+    def put_verified(self, sequences: Tensor, drafts: Tensor, ids: Tensor, verified: Verified) -> None:
+        """Rows of R sequences: drafts int64 [R] of each, then one; ids int64 [Q] the verified drafts, -1 in last rows."""
+        rows = torch.repeat_interleave(sequences, drafts + 1, output_size=len(ids))
+        first = (drafts + 1).cumsum(0) - (drafts + 1)
+        column = torch.arange(len(ids), device=ids.device) - torch.repeat_interleave(first, drafts + 1, output_size=len(ids))
+        self.tokens[sequences] = verified.tokens
+        self.accepted[sequences] = verified.accepted
+        self.failed[sequences] = verified.failed
+        self.emitted[rows, column] = verified.emitted
+        self.scores[rows, column] = verified.scores.tokens
+        self.estimates[rows, column] = verified.estimate
+        padded = torch.full_like(self.emitted, -1)
+        padded[rows, column] = ids
+        self.verified = padded[:, :-1]
+        self._put_top(rows, column, verified.scores)
+
+    def put_drafts(self, sequences: Tensor, drafts: Tensor, confidences: Tensor) -> None:
+        """New drafts int64 [R, D] and their confidences float32 [R, D]."""
+        self.drafts[sequences] = drafts
+        self.confidences[sequences] = confidences
+        self._has_drafts = True
+
+    def put_prompt_scores(self, sequence: int, scores: Scores) -> None:
+        """Log-probabilities of prompt tokens of one sequence."""
+        for name, value in zip(Scores._fields, scores, strict=True):
+            if value is not None:
+                self._prompt[f"prompt.{sequence}.{name}"] = value
+
+    def device_step(self) -> DeviceStep:
+        """What the next step needs."""
+        return DeviceStep(self.tokens, self.accepted, self.verified, self.drafts, self.confidences)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything the host wants."""
+        named = {
+            "emitted": self.emitted,
+            "accepted": self.accepted,
+            "failed": self.failed,
+            "scores": self.scores,
+            **self._top,
+            **self._prompt,
+        }
+        if self._has_drafts:
+            named |= {"drafts": self.drafts, "confidences": self.confidences, "estimates": self.estimates}
+        return named
+
+    def _put_top(self, rows: Tensor, column: Tensor, scores: Scores) -> None:
+        if scores.top_ids is None or scores.top is None:
+            return
+        for name, values in (("top_ids", scores.top_ids), ("top", scores.top)):
+            full = values.new_zeros(*self.emitted.shape, values.shape[1])
+            full[rows, column] = values
+            self._top[name] = full
+
+
+def host_result(plan: StepPlan, rows: np.ndarray, arrays: dict[str, np.ndarray]) -> StepResult:
+    """The scheduler's view of a finished step."""
+    counts = arrays["accepted"] + 1
+    scores: list[TokenScores | None] = []
+    for s in range(len(plan.requests)):
+        n = int(counts[s])
+        top = (arrays["top_ids"][s, :n], arrays["top"][s, :n]) if "top_ids" in arrays else (None, None)
+        scores.append(TokenScores(arrays["scores"][s, :n], *top) if plan.sample[s] else None)
+    prompts = {}
+    for name in arrays:
+        if name.startswith("prompt.") and name.endswith(".tokens"):
+            s = int(name.split(".")[1])
+            prompts[s] = TokenScores(arrays[name], arrays.get(f"prompt.{s}.top_ids"), arrays.get(f"prompt.{s}.top"))
+    failed = np.flatnonzero(arrays["failed"] & plan.sample)
+    reason = "the model's logits contain NaN or infinity, or every token is forbidden"
+    return StepResult(
+        tokens=arrays["emitted"],
+        counts=counts,
+        drafts=arrays.get("drafts"),
+        confidences=arrays.get("confidences"),
+        query_len=rows if plan.reallocate_drafts >= 0 else None,
+        errors={int(s): reason for s in failed},
+        payload=StepPayload(scores, prompts, arrays.get("estimates")),
+    )

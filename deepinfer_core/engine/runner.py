@@ -1,0 +1,280 @@
+"""From a step plan to device work and back: completes the plan on the device, runs the graph, samples, drafts.
+
+A step has two halves. `forward` may be enqueued while the previous step is still running: what only the device knows (sampled tokens,
+accepted drafts) is taken from that step's device results. `sample` is enqueued after the previous step was committed, because
+penalties, limits and random numbers depend on its tokens. The device runs `forward` meanwhile.
+
+Source of the completion rules: asynchronous scheduling of DeepInfer 0.1.0 (model notes, runtime section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepinfer_core.backend.runtime import DeviceRuntime, PendingCopy
+from deepinfer_core.engine.plan import StepPlan, StepResult
+from deepinfer_core.engine.results import DeviceOutputs, DeviceStep, host_result
+from deepinfer_core.model.batch import SequenceInputs, Truncation
+from deepinfer_core.model.drafter import DraftInputs
+from deepinfer_core.model.graph import ForwardResult
+from deepinfer_core.model.loaded import LoadedModel
+from deepinfer_core.sampling import RequestRows, Sampler, SamplingState
+from deepinfer_core.sampling.batch import SamplingBatch
+
+
+class SampledRequest(Protocol):
+    """What the runner asks of a request that takes part in a step."""
+
+    prompt: np.ndarray
+    sampling: SamplingState
+    stop_ids: Sequence[int]
+
+
+@dataclass
+class StepHandle:
+    """A step on its way."""
+
+    plan: StepPlan
+    query_len: PendingCopy | None  # rows as the device spread them; None: as planned
+    forward: ForwardResult | None = None  # set by device work
+    start: Tensor | None = None  # int64 [S], set by device work: true position of each sequence's first row
+    tokens: Tensor | None = None  # int64 [T], set by device work
+    device: DeviceStep | None = None  # set by device work
+    outputs: PendingCopy | None = None
+    rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # rows of each sequence, once known
+
+    def wait(self) -> StepResult:
+        """Blocks until the step is done. Raises what its device work raised."""
+        assert self.outputs is not None
+        return host_result(self.plan, self.rows, self.outputs.wait())
+
+
+class Runner:
+    """Runs steps on one device, in the order in which they are handed over."""
+
+    def __init__(self, loaded: LoadedModel, sampler: Sampler, runtime: DeviceRuntime, temperatures: Sequence[float], nextn: int) -> None:
+        self.loaded, self.sampler, self.runtime = loaded, sampler, runtime
+        self.nextn = nextn
+        self.temperatures = list(temperatures) * (nextn if len(temperatures) == 1 else 1)
+        self._previous: StepHandle | None = None
+        self._draft_log_probs: Tensor | None = None  # float32 [state slots, D, V]: only once a sampled request drafts
+        self.compact = True
+
+    # ------------------------------------------------------------------ first half
+
+    def forward(self, plan: StepPlan) -> StepHandle:
+        """Enqueues everything up to the hidden states of `plan`."""
+        previous = self._previous
+        handle = StepHandle(plan, None)
+        if plan.reallocate_drafts >= 0:
+            spread: dict[str, Tensor] = {}
+            handle.query_len = self.runtime.submit(lambda: self._spread(plan, previous, spread))
+            self.runtime.submit(lambda: self._forward(handle, previous, spread["query_len"]))
+        else:
+            self.runtime.submit(lambda: self._forward(handle, previous, None))
+        self._previous = handle
+        return handle
+
+    @torch.inference_mode()
+    def _spread(self, plan: StepPlan, previous: StepHandle | None, out: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Rows of each sequence when the budget is spread by the newest confidences; the device twin of `allocate_drafts`."""
+        assert previous is not None
+        assert previous.device is not None
+        remap = self._upload(plan.remap)
+        survival = previous.device.confidences.cumprod(1)[remap.clamp_min(0)]
+        survival = survival.masked_fill((remap < 0)[:, None], 0.0)
+        survival = survival.masked_fill(self._upload(plan.is_prefill)[:, None], -1.0)
+        count, drafts = survival.shape
+        chosen = survival.flatten().sort(descending=True, stable=True).indices[: plan.reallocate_drafts]
+        wins = torch.zeros(count, dtype=torch.int64, device=survival.device).index_add_(0, chosen // drafts, torch.ones_like(chosen))
+        out["query_len"] = torch.where(self._upload(plan.is_prefill), self._upload(plan.query_len.astype(np.int64)), 1 + wins)
+        return out
+
+    @torch.inference_mode()
+    def _forward(self, handle: StepHandle, previous: StepHandle | None, query_len: Tensor | None) -> dict[str, Tensor]:
+        plan, caches = handle.plan, self.loaded.caches
+        for source, target in plan.slot_copies:
+            caches.slots[target].copy_(caches.slots[source])
+        names = ("query_len", "start", "state_slot", "valid_start", "write_start", "history", "tokens", "keep_from")
+        device = {name: self._upload(getattr(plan, name).astype(np.int64)) for name in names}
+        if query_len is not None:
+            device["query_len"] = query_len
+        if (plan.remap >= 0).any():
+            assert previous is not None
+            assert previous.device is not None
+            self._complete(plan, previous.device, device)
+        keep_from = device.pop("keep_from")
+        handle.start, handle.tokens = device["start"], device["tokens"]
+        device["tokens"] = device["tokens"].clamp_min(0)  # a draft that does not exist is never accepted: any id will do
+        table, truncation = self._upload(plan.block_table), self._truncation(plan, keep_from)
+        batch = self.loaded.batch(SequenceInputs(**device, block_table=table, truncation=truncation))
+        result = self.loaded.model.forward(batch, caches)
+        if self.loaded.drafter is not None and result.features is not None:
+            self.loaded.drafter.feed(result.features, batch.decoder_rows or batch.rows, caches)
+        handle.forward = result
+        return {}
+
+    def _complete(self, plan: StepPlan, previous: DeviceStep, device: dict[str, Tensor]) -> None:
+        """Replaces what the host did not know: see the module docstring of `deepinfer_core.engine.plan`."""
+        remap = self._upload(plan.remap.astype(np.int64))
+        known = remap < 0
+        source = remap.clamp_min(0)
+        accepted = previous.accepted[source].masked_fill(known, 0)
+        pending = self._upload(plan.pending_drafts.astype(np.int64))
+        device["start"] = device["start"] - (pending - accepted)
+        query_len, total = device["query_len"], len(device["tokens"])
+        sequence = torch.repeat_interleave(torch.arange(len(remap), device=remap.device), query_len, output_size=total)
+        offset = torch.arange(total, device=remap.device) - (query_len.cumsum(0) - query_len)[sequence]
+        made = torch.cat((previous.tokens[:, None], previous.drafts), 1)[source]  # [S, 1+D]
+        fresh = made[sequence, offset.clamp_max(made.shape[1] - 1)]
+        device["tokens"] = torch.where(known[sequence], device["tokens"], fresh)
+        ids = torch.cat((device["history"], previous.verified[source]), 1)
+        window = accepted[:, None] + torch.arange(device["history"].shape[1], device=remap.device)
+        device["history"] = ids.gather(1, window)
+
+    def _truncation(self, plan: StepPlan, keep_from: Tensor) -> Truncation | None:
+        if not plan.keep_from.any():
+            return None
+        kept = self._kept(plan)
+        return Truncation(keep_from, None if kept is None else self._upload(kept), 0 if kept is None else int(kept.sum()))
+
+    def _kept(self, plan: StepPlan) -> np.ndarray | None:
+        """Rows of each sequence that go through the decoder half; None if all do."""
+        if not self.compact or not plan.keep_from.any():
+            return None
+        return np.clip(plan.start + plan.query_len - plan.keep_from, 1, plan.query_len).astype(np.int64)
+
+    # ------------------------------------------------------------------ second half
+
+    def sample(self, handle: StepHandle, requests: Mapping[str, SampledRequest], accepted: np.ndarray | None) -> None:
+        """Enqueues sampling and drafting of a step whose predecessor was committed.
+
+        `accepted` int [S of the predecessor]: drafts that it accepted; None if there was none.
+        """
+        plan = handle.plan
+        handle.rows = plan.query_len.astype(np.int64)
+        if handle.query_len is not None:
+            handle.rows = handle.query_len.wait()["query_len"]
+        start = plan.start.astype(np.int64)
+        if accepted is not None:
+            late = plan.remap >= 0
+            start = np.where(late, start - (plan.pending_drafts - accepted[plan.remap.clip(0)]), start)
+        sampled = np.flatnonzero(plan.sample)
+        drafts = np.where(plan.is_prefill, 0, handle.rows - 1)
+        first = np.where(plan.is_prefill, start + handle.rows, start + 1)
+        rows = [
+            RequestRows(requests[plan.requests[s]].sampling, int(first[s]), int(drafts[s]))
+            for s in sampled
+        ]
+        scored = [(int(s), requests[plan.requests[s]]) for s in np.flatnonzero(plan.logprob_start >= 0)]
+        stops = [requests[plan.requests[s]].stop_ids for s in sampled]
+        handle.outputs = self.runtime.submit(lambda: self._sample(handle, sampled, rows, stops, scored))
+
+    @torch.inference_mode()
+    def _sample(
+        self,
+        handle: StepHandle,
+        sampled: np.ndarray,
+        rows: Sequence[RequestRows],
+        stops: Sequence[Sequence[int]],
+        scored: Sequence[tuple[int, SampledRequest]],
+    ) -> dict[str, Tensor]:
+        plan, forward = handle.plan, handle.forward
+        assert forward is not None
+        outputs = DeviceOutputs(len(plan.requests), self.nextn, self.loaded.kernels.device)
+        kept = self._kept(plan)
+        ends = np.cumsum(handle.rows if kept is None else kept)
+        if rows:
+            drafts = np.array([row.drafts for row in rows], dtype=np.int64)
+            picked = np.concatenate([np.arange(ends[s] - 1 - d, ends[s]) for s, d in zip(sampled, drafts, strict=True)])
+            logits = self.loaded.model.logits(forward.hidden[self._upload(picked)])
+            batch = self.sampler.prepare(rows, self._upload)
+            self._choose(handle, logits, batch, sampled, drafts, outputs)
+            if self.nextn:
+                self._draft(handle, batch, sampled, stops, outputs)
+        for s, request in scored:
+            self._score_prompt(handle, s, ends, request, outputs)
+        handle.device = outputs.device_step()
+        handle.forward = None
+        return outputs.tensors()
+
+    def _choose(
+        self, handle: StepHandle, logits: Tensor, batch: SamplingBatch, sampled: np.ndarray, drafts: np.ndarray, outputs: DeviceOutputs
+    ) -> None:
+        """Samples, or verifies drafts and samples."""
+        assert handle.tokens is not None
+        if not drafts.any():
+            chosen = self.sampler.sample(logits, batch)
+            outputs.put_sampled(self._upload(sampled), chosen)
+            return
+        starts = np.cumsum(handle.rows) - handle.rows
+        verify = np.concatenate([np.append(np.arange(starts[s] + 1, starts[s] + 1 + d), -1) for s, d in zip(sampled, drafts, strict=True)])
+        index = self._upload(verify)
+        ids = torch.where(index >= 0, handle.tokens[index.clamp_min(0)], -1)
+        distributions = None
+        if not batch.all_greedy and self._draft_log_probs is not None:
+            slots = np.repeat(handle.plan.state_slot[sampled], drafts + 1).astype(np.int64)
+            column = np.concatenate([np.minimum(np.arange(d + 1), self.nextn - 1) for d in drafts])
+            distributions = self._draft_log_probs[self._upload(slots), self._upload(column)]
+        verified = self.sampler.verify(logits, batch, ids, distributions)
+        outputs.put_verified(self._upload(sampled), self._upload(drafts), ids, verified)
+
+    def _draft(
+        self, handle: StepHandle, batch: SamplingBatch, sampled: np.ndarray, stops: Sequence[Sequence[int]], outputs: DeviceOutputs
+    ) -> None:
+        """Makes drafts after the sampled tokens."""
+        drafter, plan = self.loaded.drafter, handle.plan
+        assert drafter is not None
+        assert handle.start is not None
+        chosen = self._upload(sampled)
+        accepted = outputs.accepted[chosen]
+        last = np.where(plan.is_prefill, handle.rows - 1, 0)[sampled]
+        position = handle.start[chosen] + self._upload(last) + accepted
+        slots = self._upload(plan.state_slot[sampled].astype(np.int64))
+        floor = self._upload(np.maximum(plan.valid_start, plan.keep_from)[sampled].astype(np.int64))
+        inputs = DraftInputs(outputs.tokens[chosen], position, slots, floor)
+        hidden, base = drafter.forward(inputs, self.nextn, self.loaded.caches)
+        if not batch.all_greedy and self._draft_log_probs is None:
+            shape = (self.loaded.geometry.state_slots, self.nextn, base.shape[2])
+            self._draft_log_probs = torch.full(shape, -torch.inf, device=base.device)
+        previous, ids, confidences = inputs.anchor, [], []
+        for i in range(self.nextn):
+            logits = drafter.markov_logits(base[:, i], previous)
+            confidences.append(drafter.confidence(hidden[:, i], previous, self.temperatures[i]))
+            previous, log_probs = self.sampler.draft(logits, batch, i + 1, accepted)
+            if self._draft_log_probs is not None:
+                self._draft_log_probs[slots, i] = log_probs
+            ids.append(previous)
+        ended = self._ended(outputs.emitted[chosen], stops)
+        outputs.put_drafts(chosen, torch.stack(ids, 1), torch.stack(confidences, 1).masked_fill(ended[:, None], 0.0))
+
+    def _ended(self, emitted: Tensor, stops: Sequence[Sequence[int]]) -> Tensor:
+        """bool [R]: the sequence emitted one of its stop ids, so that its next rows are wasted."""
+        width = max((len(ids) for ids in stops), default=0)
+        table = np.full((len(stops), max(width, 1)), -2, dtype=np.int64)
+        for row, ids in zip(table, stops, strict=True):
+            row[: len(ids)] = ids
+        return (emitted[:, :, None] == self._upload(table)[:, None]).any(2).any(1)
+
+    def _score_prompt(self, handle: StepHandle, s: int, ends: np.ndarray, request: SampledRequest, outputs: DeviceOutputs) -> None:
+        """Log-probabilities of the prompt tokens that follow this step's rows of sequence s."""
+        plan, forward = handle.plan, handle.forward
+        assert forward is not None
+        first = max(int(plan.start[s]), int(plan.logprob_start[s]))
+        last = min(int(plan.start[s] + plan.query_len[s]), len(request.prompt) - 1)  # the last prompt row predicts output
+        if last <= first:
+            return
+        begin = int(ends[s] - plan.query_len[s]) + first - int(plan.start[s])
+        logits = self.loaded.model.logits(forward.hidden[begin : begin + last - first])
+        targets = self._upload(request.prompt[first + 1 : last + 1].astype(np.int64))
+        outputs.put_prompt_scores(s, self.sampler.prompt_scores(logits, targets, request.sampling.params))
+
+    def _upload(self, array: np.ndarray) -> Tensor:
+        return self.runtime.to_device(array)
+
