@@ -168,10 +168,7 @@ class Runner:
         sampled = np.flatnonzero(plan.sample)
         drafts = np.where(plan.is_prefill, 0, handle.rows - 1)
         first = np.where(plan.is_prefill, start + handle.rows, start + 1)
-        rows = [
-            RequestRows(requests[plan.requests[s]].sampling, int(first[s]), int(drafts[s]))
-            for s in sampled
-        ]
+        rows = [RequestRows(requests[plan.requests[s]].sampling, int(first[s]), int(drafts[s])) for s in sampled]
         scored = [(int(s), requests[plan.requests[s]]) for s in np.flatnonzero(plan.logprob_start >= 0)]
         stops = [requests[plan.requests[s]].stop_ids for s in sampled]
         handle.outputs = self.runtime.submit(lambda: self._sample(handle, sampled, rows, stops, scored))
@@ -277,4 +274,3 @@ class Runner:
 
     def _upload(self, array: np.ndarray) -> Tensor:
         return self.runtime.to_device(array)
-

@@ -1,0 +1,275 @@
+"""The engine loop: requests in, deltas and finished outputs out, one step at a time."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from deepinfer_core.cache.pages import PagePool, SlotPool
+from deepinfer_core.engine.outputs import Delta, RequestOutput, SampleOutput, Timing, TokenLogprob
+from deepinfer_core.engine.plan import RequestUpdate
+from deepinfer_core.engine.request import Finished, FinishReason, RequestSpec
+from deepinfer_core.engine.results import StepPayload, TokenScores
+from deepinfer_core.engine.runner import Runner, StepHandle
+from deepinfer_core.engine.scheduler import Scheduler
+from deepinfer_core.engine.startup import EngineParts
+from deepinfer_core.engine.text import OutputText
+from deepinfer_core.errors import EngineError, RequestError
+from deepinfer_core.sampling import Sampler, SamplerOptions, SamplingParams, SamplingState, parse_blacklist, request_seed
+
+log = logging.getLogger("deepinfer")
+
+
+@dataclass
+class _Sample:
+    """One sample of a request while it runs; what the runner and the loop know of it."""
+
+    parent: _Request
+    output: SampleOutput
+    prompt: np.ndarray  # int32
+    sampling: SamplingState
+    stop_ids: tuple[int, ...]
+    text: OutputText
+
+
+@dataclass
+class _Request:
+    output: RequestOutput
+    params: SamplingParams
+    arrival: float
+    first_token: float | None = None
+    running: int = 0  # samples that have not finished
+
+
+@dataclass
+class StepOutputs:
+    """What one call of `Engine.step` brought."""
+
+    deltas: list[Delta] = field(default_factory=list)
+    finished: list[RequestOutput] = field(default_factory=list)
+
+
+class Engine:
+    """One engine on one device. Not thread safe.
+
+    A request that fails ends alone, with its reason. A device that fails ends the engine: `step` raises EngineError once, after every
+    unfinished request was reported as finished with reason `error` in `StepOutputs` of `drain`.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self.parts = parts
+        config, limits = parts.config, parts.limits
+        self.pages, self.slots = PagePool(parts.sizes.pages), SlotPool(parts.sizes.state_slots)
+        self.scheduler = Scheduler(limits, self.pages, self.slots, parts.identity)
+        options = SamplerOptions(
+            blacklist=parse_blacklist(config.sampling.token_blacklist, limits.vocab_size), logprobs_mode=config.sampling.logprobs_mode
+        )
+        sampler = Sampler(parts.kernels, limits.vocab_size, options)
+        temperatures = config.speculative.confidence_temperatures
+        self.runner = Runner(parts.loaded, sampler, parts.runtime, temperatures, limits.num_draft_tokens)
+        self._samples: dict[str, _Sample] = {}
+        self._in_flight: StepHandle | None = None
+        self._ids = itertools.count()
+        self._failure: EngineError | None = None
+
+    # ------------------------------------------------------------------ requests
+
+    def add_request(self, request_id: str, prompt: str | Sequence[int] | np.ndarray, params: SamplingParams) -> None:
+        """Queues a request. Its end, and that of a request that can never run, is reported by `step`.
+
+        Raises RequestError if the prompt is neither text nor token ids, or a parameter does not fit this engine.
+        """
+        if self._failure is not None:
+            raise self._failure
+        text, ids = self._encoded(prompt)
+        params.check_vocabulary(self.parts.limits.vocab_size)
+        if params.so_args is not None:
+            raise RequestError(
+                "so_args: structured output needs a grammar plugin, and none is installed; leave it out", parameter="so_args", value="…"
+            )
+        request = _Request(RequestOutput(request_id, text, [int(i) for i in ids], []), params, time.monotonic(), running=params.n)
+        eos = self.parts.model_config.eos_token_id
+        stops = (*params.stop_token_ids, *(() if params.ignore_eos else (eos,)))
+        for index in range(params.n):
+            seed = request_seed(self.parts.config.model.seed, request_id, index, params.seq_seed)
+            state = SamplingState(params, seed, ids, (eos,), self.parts.config.sampling.greedy_compat)
+            output = SampleOutput(index)
+            request.output.samples.append(output)
+            key = f"{next(self._ids)}:{request_id}"
+            self._samples[key] = _Sample(request, output, ids, state, stops, OutputText(self.parts.tokenizer, params.stop))
+            self.scheduler.add(
+                RequestSpec(
+                    request_id=key,
+                    prompt=ids,
+                    max_tokens=params.max_tokens,
+                    stop_ids=frozenset(stops),
+                    min_tokens=params.min_tokens,
+                    prompt_logprobs=params.prompt_logprobs and index == 0,
+                )
+            )
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request with reason `abort`; False if it has ended already. The end is reported by the next `step`."""
+        keys = [key for key, sample in self._samples.items() if sample.parent.output.request_id == request_id]
+        return sum(self.scheduler.abort(key) for key in keys) > 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while a request has not ended."""
+        return bool(self._samples)
+
+    # ------------------------------------------------------------------ steps
+
+    def step(self) -> StepOutputs:
+        """Plans and launches one step, and commits the step that is due: this one, or with asynchronous scheduling the one before."""
+        if self._failure is not None:
+            raise self._failure
+        outputs = StepOutputs()
+        try:
+            self._advance(outputs)
+        except EngineError as error:
+            self._fail(error)
+            raise
+        except Exception as error:
+            failure = EngineError(f"the device failed in a step: {type(error).__name__}: {error}; every unfinished request ended")
+            self._fail(failure)
+            raise failure from error
+        return outputs
+
+    def settle(self) -> StepOutputs:
+        """Commits the step in flight, if any, without launching another."""
+        outputs = StepOutputs()
+        if self._in_flight is not None:
+            handle, self._in_flight = self._in_flight, None
+            self._commit(handle, outputs)
+            self._report(self.scheduler.drain(), outputs)
+        return outputs
+
+    def drain(self) -> list[RequestOutput]:
+        """Requests that a failed engine could not finish, each with reason `error`."""
+        outputs = StepOutputs()
+        for key in list(self._samples):
+            self._finish(key, FinishReason.ERROR, str(self._failure or "the engine was closed"), outputs)
+        return outputs.finished
+
+    def close(self) -> None:
+        """Frees the device. Idempotent."""
+        self.parts.runtime.close()
+
+    def _advance(self, outputs: StepOutputs) -> None:
+        previous, self._in_flight = self._in_flight, None
+        plan = self.scheduler.plan()
+        handle = self.runner.forward(plan) if plan is not None else None
+        involved = {key: self._samples[key] for key in plan.requests} if plan is not None else {}  # the commit below may end some
+        accepted = None
+        if previous is not None:
+            accepted = self._commit(previous, outputs)
+        if handle is not None:
+            self.runner.sample(handle, involved, accepted)
+            if self.parts.limits.asynchronous:
+                self._in_flight = handle
+            else:
+                self._commit(handle, outputs)
+        self._report(self.scheduler.drain(), outputs)
+
+    def _commit(self, handle: StepHandle, outputs: StepOutputs) -> np.ndarray:
+        """Takes a step's results. Returns the drafts accepted, by sequence of its plan."""
+        result = handle.wait()
+        updates = self.scheduler.commit(handle.plan, result)
+        for warning in updates.warnings:
+            log.warning("event=draft_warning step=%d message=%s", handle.plan.step, warning)
+        payload: StepPayload = result.payload
+        for update in updates:
+            self._take(update, payload, outputs)
+        self._report(updates.finished, outputs)
+        return np.asarray(result.counts) - 1
+
+    def _take(self, update: RequestUpdate, payload: StepPayload, outputs: StepOutputs) -> None:
+        """Hands one step's tokens to a sample."""
+        sample = self._samples.get(update.request_id)
+        if sample is None:
+            return
+        if (scores := payload.prompt_scores.get(update.sequence)) is not None:
+            self._take_prompt_scores(sample, scores)
+        if not len(update.tokens):
+            return
+        if sample.parent.first_token is None:
+            sample.parent.first_token = time.monotonic()
+        tokens = [int(token) for token in update.tokens]
+        sample.sampling.append(tokens)
+        kept, text, stopped = sample.text.feed(tokens)
+        out = sample.output
+        out.token_ids += tokens[:kept]
+        out.text += text
+        token_scores = payload.scores[update.sequence]
+        assert token_scores is not None
+        out.logprobs += _logprobs(tokens[:kept], token_scores, sample.parent.params.top_logprobs)
+        out.drafts_verified += update.verified
+        out.drafts_accepted += update.accepted
+        if stopped:
+            self.scheduler.finish(update.request_id, FinishReason.STOP, keep_outputs=len(out.token_ids))
+        outputs.deltas.append(Delta(sample.parent.output.request_id, out.index, text, tuple(tokens[:kept]), None))
+
+    def _take_prompt_scores(self, sample: _Sample, scores: TokenScores) -> None:
+        output = sample.parent.output
+        output.prompt_logprobs = output.prompt_logprobs or []
+        first = 1 + len(output.prompt_logprobs)
+        ids = output.prompt_token_ids[first : first + len(scores.tokens)]
+        output.prompt_logprobs += _logprobs(ids, scores, sample.parent.params.top_logprobs)
+
+    def _report(self, finished: Sequence[Finished], outputs: StepOutputs) -> None:
+        for end in finished:
+            sample = self._samples.get(end.request_id)
+            if sample is None:
+                continue
+            out = sample.output
+            out.cached_tokens, out.replayed, out.preemptions = end.cached_tokens, end.replayed, end.preemptions
+            self._finish(end.request_id, end.reason, end.detail, outputs)
+
+    def _finish(self, key: str, reason: FinishReason, detail: str, outputs: StepOutputs) -> None:
+        sample = self._samples.pop(key)
+        out, request = sample.output, sample.parent
+        rest = sample.text.flush()
+        out.text += rest
+        out.finish_reason, out.error = reason, detail
+        outputs.deltas.append(Delta(request.output.request_id, out.index, rest, (), reason))
+        request.running -= 1
+        if not request.running:
+            first = None if request.first_token is None else request.first_token - request.arrival
+            request.output.timing = Timing(first, time.monotonic() - request.arrival)
+            outputs.finished.append(request.output)
+
+    def _fail(self, failure: EngineError) -> None:
+        self._failure, self._in_flight = failure, None
+        log.error("event=engine_failed reason=%s unfinished=%d", failure, len(self._samples))
+
+    def _encoded(self, prompt: str | Sequence[int] | np.ndarray) -> tuple[str | None, np.ndarray]:
+        if isinstance(prompt, str):
+            return prompt, np.asarray(self.parts.tokenizer.encode(prompt) if prompt else [], dtype=np.int32)
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise RequestError(
+                f"prompt is {type(prompt).__name__} {str(prompt)[:40]!r}; expected text or a flat list of token ids",
+                parameter="prompt",
+                value=prompt,
+            )
+        outside = ids[(ids < 0) | (ids >= self.parts.limits.vocab_size)]
+        if outside.size:
+            expected = f"token ids of this model lie in [0, {self.parts.limits.vocab_size})"
+            raise RequestError(f"prompt: token id {int(outside[0])} is unknown; {expected}", parameter="prompt", value=int(outside[0]))
+        return None, ids.astype(np.int32)
+
+
+def _logprobs(tokens: Sequence[int], scores: TokenScores, top: int) -> list[TokenLogprob]:
+    found = []
+    for i, token in enumerate(tokens):
+        best = {}
+        if top and scores.top_ids is not None and scores.top is not None:
+            best = {int(t): float(p) for t, p in zip(scores.top_ids[i, :top], scores.top[i, :top], strict=True)}
+        found.append(TokenLogprob(int(token), float(scores.tokens[i]), best))
+    return found

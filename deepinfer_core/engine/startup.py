@@ -1,0 +1,171 @@
+"""From a configuration to a running engine's parts, refusing early whatever cannot work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepinfer_core.backend.base import Backend
+from deepinfer_core.backend.capabilities import Capabilities
+from deepinfer_core.backend.formats import CacheFormat, Numerics
+from deepinfer_core.backend.kernels import Kernels
+from deepinfer_core.backend.ops import refuse_inherited
+from deepinfer_core.backend.registry import Registry, Selected, discover
+from deepinfer_core.backend.runtime import DeviceRuntime
+from deepinfer_core.cache.layout import CacheLayout
+from deepinfer_core.checkpoint.geometries import shipped_checkpoint
+from deepinfer_core.checkpoint.hub import resolve_model
+from deepinfer_core.checkpoint.reader import Checkpoint
+from deepinfer_core.checkpoint.schema import ModelConfig, TextConfig
+from deepinfer_core.checkpoint.synthetic import DummyCheckpoint
+from deepinfer_core.checkpoint.tokenizer import Tokenizer
+from deepinfer_core.config import EngineConfig
+from deepinfer_core.engine.limits import SchedulerLimits
+from deepinfer_core.errors import ConfigError, EngineError
+from deepinfer_core.model.loaded import CacheFormats, CacheSizes, LoadedModel
+
+PAGE_TOKENS = 128
+HOST_CACHE_SHARE = 0.5  # of the available host memory that caches may take on a device that shares it, unless configured
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """Everything an engine is made of."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    model_path: Path
+    tokenizer: Tokenizer
+    selected: Selected
+    kernels: Kernels
+    runtime: DeviceRuntime
+    loaded: LoadedModel
+    limits: SchedulerLimits
+    sizes: CacheSizes
+    identity: bytes  # model and cache formats: part of every prefix hash
+
+
+def start(config: EngineConfig, progress: Callable[[str], None] = lambda part: None) -> EngineParts:
+    """Selects the backend, checks the checkpoint and every claim the configuration needs, plans memory, then loads the weights."""
+    registry = discover()
+    selected = registry.select(config.backend.name)
+    backend, claims = selected.backend, selected.backend.capabilities()
+    path = shipped_checkpoint() if config.model.path is None else resolve_model(config.model.path, config.model.revision)
+    model = ModelConfig.load(path)
+    tokenizer_path = path if config.model.tokenizer is None else resolve_model(config.model.tokenizer, config.model.tokenizer_revision)
+    tokenizer = Tokenizer.load(tokenizer_path, model)
+    formats = cache_formats(config, model.text_config, backend.name, claims)
+    check_claims(config, model.text_config, backend, claims, registry)
+    source = DummyCheckpoint(model, config.model.seed, path) if config.model.load_format == "dummy" else Checkpoint.open(path)
+    limits = scheduler_limits(config, model.text_config)
+    drafts = config.speculative.num_draft_tokens
+    layout = CacheLayout.of(
+        model.text_config, formats.window, formats.entry, formats.index, drafts, config.cache.max_backtracking_tokens, PAGE_TOKENS
+    )
+    kernels = backend.kernels(config.backend.device, Numerics(config.model.numerics))
+    if config.backend.native_only:
+        refuse_inherited(kernels, type(backend), registry)
+    runtime = backend.runtime(config.backend.device)
+    try:
+        sizes = cache_sizes(config, limits, layout, runtime)
+        loaded = LoadedModel(source, tokenizer_path, kernels, layout, sizes, drafter=drafts > 0, progress=progress)
+    except BaseException:
+        runtime.close()
+        raise
+    identity = f"{path.name}|{formats}|{config.model.numerics}".encode()
+    return EngineParts(config, model, path, tokenizer, selected, kernels, runtime, loaded, limits, sizes, identity)
+
+
+def cache_formats(config: EngineConfig, text: TextConfig, name: str, claims: Capabilities) -> CacheFormats:
+    """The storage formats that the configuration asks for. Raises ConfigError if the backend does not store one of them."""
+    default = CacheFormats.default(text, Numerics(config.model.numerics))
+    problems, chosen = [], {}
+    for kind, known in (("window", claims.window_formats), ("entry", claims.entry_formats), ("index", claims.index_formats)):
+        wanted = getattr(config.cache, f"{kind}_format")
+        chosen[kind] = getattr(default, kind) if wanted == "auto" else CacheFormat(wanted)
+        if chosen[kind] not in known:
+            problems.append(
+                f"cache.{kind}_format = {chosen[kind].value!r}: backend {name!r} stores {', '.join(sorted(known)) or 'none'}; "
+                "choose one of them"
+            )
+    if problems:
+        raise ConfigError(problems)
+    return CacheFormats(**chosen)
+
+
+def check_claims(config: EngineConfig, text: TextConfig, backend: Backend, claims: Capabilities, registry: Registry) -> None:
+    """Raises ConfigError listing every feature that the configuration asks for and the backend or the checkpoint lacks."""
+    problems = []
+
+    def need(asked: bool, key: str, has: Callable[[Capabilities], bool]) -> None:
+        if asked and not has(claims):
+            others = sorted(name for name, found in registry.backends.items() if has(found.claims()))
+            problems.append(f"{key}: backend {backend.name!r} does not claim it; backends that do: {', '.join(others) or 'none'}")
+
+    need(config.determinism.batch_invariant, "determinism.batch_invariant = true", lambda c: c.batch_invariant)
+    need(config.determinism.deterministic_sampling, "determinism.deterministic_sampling = true", lambda c: c.deterministic_sampling)
+    numerics = Numerics(config.model.numerics)
+    need(True, f"model.numerics = {numerics.value!r}", lambda c: numerics in c.numerics)
+    if claims.max_context is not None and config.model.max_model_len > claims.max_context:
+        problems.append(f"model.max_model_len = {config.model.max_model_len}: backend {backend.name!r} goes up to {claims.max_context}")
+    if config.model.max_model_len > text.max_position_embeddings:
+        problems.append(
+            f"model.max_model_len = {config.model.max_model_len} exceeds the checkpoint's max_position_embeddings = "
+            f"{text.max_position_embeddings}; lower it"
+        )
+    drafts = config.speculative.num_draft_tokens
+    if drafts and not text.num_nextn_predict_layers:
+        problems.append(f"speculative.num_draft_tokens = {drafts}: the checkpoint has no draft blocks; set it to 0")
+    elif drafts > text.dspark_block_size:
+        problems.append(f"speculative.num_draft_tokens = {drafts}: the drafter's block holds {text.dspark_block_size}; lower it to that")
+    if problems:
+        raise ConfigError(problems)
+
+
+def scheduler_limits(config: EngineConfig, text: TextConfig) -> SchedulerLimits:
+    """The scheduler's view of the configuration."""
+    s = config.scheduler
+    return SchedulerLimits(
+        max_model_len=config.model.max_model_len,
+        max_num_batched_tokens=config.token_budget,
+        max_num_seqs=s.max_num_seqs,
+        vocab_size=text.vocab_size,
+        num_draft_tokens=config.speculative.num_draft_tokens,
+        page_tokens=PAGE_TOKENS,
+        window=text.sliding_window,
+        chunked_prefill=s.chunked_prefill,
+        policy=s.policy,
+        asynchronous=s.async_scheduling,
+        varlen_verification=config.speculative.enable_varlen,
+        recompute_preempted=not s.stop_preempted_request,
+        max_backtracking=config.cache.max_backtracking_tokens,
+        prefix_cache=config.cache.prefix_caching,
+        max_prefill_seqlen=s.prefill_max_sum_seqlen_k,
+        prefill_interval=s.prefill_attempt_interval,
+        prefill_any_interval=s.prefill_any_attempt_interval,
+        history=max(text.engram_max_ngram_size - 1, 0),
+    )
+
+
+def cache_sizes(config: EngineConfig, limits: SchedulerLimits, layout: CacheLayout, runtime: DeviceRuntime) -> CacheSizes:
+    """Pages and state slots. Raises EngineError, with the arithmetic, if not even one request of full length fits."""
+    slots = config.num_state_slots
+    most = 1 + limits.max_num_seqs * layout.pages_for(limits.max_positions)  # more would never be used
+    memory = runtime.memory()
+    if config.cache.num_pages is not None:
+        pages = config.cache.num_pages
+    elif config.cache.memory_bytes is not None:
+        pages = min(layout.pages_that_fit(config.cache.memory_bytes, slots), most)
+    else:
+        share = HOST_CACHE_SHARE if runtime.device.type == "cpu" else config.cache.gpu_memory_utilization
+        pages = min(layout.pages_that_fit(int(memory.available * share), slots), most)
+    need = 1 + layout.pages_for(limits.max_positions)
+    if pages < need and config.cache.num_pages is None:
+        raise EngineError(
+            f"cache memory: one request of model.max_model_len = {limits.max_model_len} tokens needs {need} pages of "
+            f"{layout.page_stride} bytes besides {slots} state slots of {layout.slot_bytes} bytes, that is "
+            f"{need * layout.page_stride + slots * layout.slot_bytes} bytes; {pages} pages fit ({memory.available} bytes are free). Lower "
+            "model.max_model_len or scheduler.max_num_seqs, or raise cache.memory_bytes"
+        )
+    return CacheSizes(max(pages, 2), slots, limits.max_positions)
