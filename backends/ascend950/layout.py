@@ -16,7 +16,7 @@ from deepinfer_core.backend.formats import WeightFormat
 from deepinfer_core.backend.types import QuantTensor
 
 _BLOCK = 32
-_NO_SCALE = 127
+NO_SCALE = 127
 """Exponent byte of 1.0: pads an odd number of scale blocks. The padded block has no values."""
 
 
@@ -59,7 +59,7 @@ class LinearWeight:
             return self.values
         n, k = self.values.shape
         factors = exponent_values(self.scales.transpose(0, 1).reshape(n, -1)[:, : k // _BLOCK])
-        return (self.values.float().unflatten(1, (-1, _BLOCK)) * factors[..., None]).flatten(1).bfloat16()
+        return (blocks_of(self.values.float(), _BLOCK) * factors[..., None]).flatten(1).bfloat16()
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,11 @@ class ExpertWeights:
     w2_scales: Tensor | None
 
 
+def blocks_of(x: Tensor, size: int) -> Tensor:
+    """x [..., n] as [..., n / size, size]. Unlike unflatten(-1, (-1, size)) it takes zero rows."""
+    return x.unflatten(-1, (x.shape[-1] // size, size))
+
+
 def exponent_values(exponents: Tensor) -> Tensor:
     """float32 powers of two 2^(byte - 127) of uint8 exponents; byte 0 is the subnormal 2^-127."""
     bits = exponents.int() << 23
@@ -83,8 +88,8 @@ def exponent_values(exponents: Tensor) -> Tensor:
 def paired_scales(scale: Tensor) -> Tensor:
     """uint8 [..., n, ceil(b/2), 2] of exponent bytes [..., n, b]: scales of blocks 2j and 2j+1 side by side."""
     odd = scale.shape[-1] % 2
-    padded = torch.nn.functional.pad(scale.view(torch.uint8), (0, odd), value=_NO_SCALE)
-    return padded.unflatten(-1, (-1, 2))
+    padded = torch.nn.functional.pad(scale.view(torch.uint8), (0, odd), value=NO_SCALE)
+    return blocks_of(padded, 2)
 
 
 def row_scales(scale: Tensor, rows: int) -> Tensor:

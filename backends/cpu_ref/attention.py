@@ -98,7 +98,9 @@ class AttentionOps(LinearOps):
 
     def store_index_keys(self, key: Tensor, norm_weight: Tensor, eps: float, rope: Rope, pages: PagedEntries, slots: Tensor) -> None:
         values = self._rotated(self.rms_norm(key, norm_weight, eps), rope).float()
-        store_rows(self._index_grid(values), slots, *page_entries(pages), pages.format)
+        if pages.format is not CacheFormat.FP4_INDEX:  # that format's encoder puts values on the grid; doing it twice may halve the scale
+            values = self._index_grid(values)
+        store_rows(values, slots, *page_entries(pages), pages.format)
 
     def _index_grid(self, x: Tensor) -> Tensor:
         return quant.fake_fp4_index(x) if self.numerics is Numerics.RELEASE else x

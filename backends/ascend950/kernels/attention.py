@@ -39,7 +39,8 @@ class AttentionOps(LinearOps):
         return rotate(torch.cat(parts), rope, inverse=True)
 
     def attention_output(self, out: Tensor, wo_a: Weight, wo_b: Weight, groups: int) -> Tensor:
-        z = calls.linear_grouped(out.reshape(len(out), groups, -1), wo_a.by_group(groups))
+        width = out.shape[1] * out.shape[2] // groups
+        z = calls.linear_grouped(out.reshape(len(out), groups, width), wo_a.by_group(groups))
         return self.quantized_linear(self.quantize(z.flatten(1)), wo_b)
 
 

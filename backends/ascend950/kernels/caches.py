@@ -16,7 +16,7 @@ def rotate(x: Tensor, rope: Rope, inverse: bool = False) -> Tensor:
     """bf16 x [T, ..., d] with its last rd dims rotated in float32 and rounded once."""
     cos, sin = rope.table[rope.positions].repeat_interleave(2, dim=1).chunk(2, dim=1)  # [T, rd], each angle twice in a row
     rd = cos.shape[1]
-    heads = x.reshape(x.shape[0], -1, x.shape[-1])
+    heads = x[:, None] if x.dim() == 2 else x
     turned = calls.rotate_pairs(heads[..., -rd:].float(), cos, -sin if inverse else sin).to(x.dtype)
     return torch.cat((heads[..., :-rd], turned), -1).view(x.shape)
 

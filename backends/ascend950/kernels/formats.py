@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deepinfer_backends.ascend950.kernels import calls
 from deepinfer_backends.ascend950.kernels.calls import Mx
-from deepinfer_backends.ascend950.layout import paired_scales
+from deepinfer_backends.ascend950.layout import blocks_of, paired_scales
 from deepinfer_core.backend.formats import CacheFormat
 
 _FP4_AMAX_FLOOR = 6.0 * 2.0**-9
@@ -35,17 +35,17 @@ def decode(data: Tensor, scales: Tensor, fmt: CacheFormat) -> Tensor:
 def index_grid(values: Tensor) -> Mx:
     """Index queries or keys [..., d] bf16 on their grid. CANN leaves the scale of a block of zeros open: here it is the least one."""
     x = calls.quantize_fp4(values)
-    is_zero = values.unflatten(-1, (-1, 32)).abs().amax(-1) == 0
-    is_zero = torch.nn.functional.pad(is_zero, (0, is_zero.shape[-1] % 2)).unflatten(-1, (-1, 2))
+    is_zero = blocks_of(values, 32).abs().amax(-1) == 0
+    is_zero = torch.nn.functional.pad(is_zero, (0, is_zero.shape[-1] % 2)).view(x.scales.shape)
     return Mx(x.values, torch.where(is_zero, _LEAST, x.scales))
 
 
 def _encode_fp4(values: Tensor) -> tuple[Tensor, Tensor]:
     """e2m1 with one e4m3 scale per 16: no CANN operator makes it. The division is not exact, so it must be a division."""
-    blocks = values.unflatten(-1, (-1, 16))
+    blocks = blocks_of(values, 16)
     amax = blocks.abs().amax(-1, keepdim=True).clamp_min(_FP4_AMAX_FLOOR)
     scale = (amax / _E2M1_MAX).clamp_max(_E4M3_MAX).to(torch.float8_e4m3fn)
-    codes = _e2m1_codes(blocks / scale.float()).flatten(-2).unflatten(-1, (-1, 2))
+    codes = blocks_of(_e2m1_codes(blocks / scale.float()).flatten(-2), 2)
     data = codes[..., 0] + 16.0 * codes[..., 1]
     return data.to(torch.uint8), scale.view(torch.uint8).flatten(-2)
 
@@ -63,7 +63,7 @@ def _decode_fp4(data: Tensor, scales: Tensor) -> Tensor:
     """MX decoding with every scale 1 turns nibbles and e4m3 bytes into bf16; their product has at most six significant bits."""
     values = calls.dequantize(Mx(data.contiguous(), _ones(data.shape[:-1], data.shape[-1] * 2, data.device)))
     factors = calls.dequantize(Mx(scales.contiguous().view(torch.float8_e4m3fn), _ones(scales.shape[:-1], scales.shape[-1], data.device)))
-    return (values.unflatten(-1, (-1, 16)) * factors[..., None]).flatten(-2)
+    return (blocks_of(values, 16) * factors[..., None]).flatten(-2)
 
 
 def _ones(shape: torch.Size, values: int, device: torch.device) -> Tensor:

@@ -6,14 +6,16 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from deepinfer_backends.ascend950.kernels import calls
 from deepinfer_backends.ascend950.kernels.calls import Mx
 from deepinfer_backends.ascend950.kernels.linears import LinearOps
-from deepinfer_backends.ascend950.layout import ExpertWeights, Layout, paired_scales, row_scales
+from deepinfer_backends.ascend950.layout import NO_SCALE, ExpertWeights, Layout, paired_scales, row_scales
 from deepinfer_core.backend.formats import WeightFormat
 from deepinfer_core.backend.types import Activation, ExpertTensors, QuantTensor, Routing, Weight
 
+_PAIR_BYTES = 32  # two blocks of 32 e2m1 values
 _FORMATS = {torch.int8: WeightFormat.FP4_G32, torch.float8_e4m3fn: WeightFormat.FP8_B32, torch.bfloat16: WeightFormat.BF16}
 
 
@@ -68,7 +70,10 @@ class _Stacks:
             )
         self.format = kind
         for name, parts in {"w13": (expert.w1, expert.w3), "w2": (expert.w2,)}.items():
-            self._put(name, index, torch.cat([part.weight for part in parts]))
+            weight = torch.cat([part.weight for part in parts])
+            if kind is WeightFormat.FP4_G32:  # the operator wants whole pairs of blocks; zero weights add nothing
+                weight = functional.pad(weight, (0, -weight.shape[1] % _PAIR_BYTES))
+            self._put(name, index, weight)
             if kind is not WeightFormat.BF16:
                 self._put(name + "_scales", index, paired_scales(torch.cat([_scales_of_rows(part) for part in parts])))
 
@@ -118,11 +123,21 @@ def _feed_forward(x: Mx, weights: Tensor | None, counts: Tensor, experts: Expert
     return _product(calls.quantize_fp8(hidden.bfloat16()), experts.w2, experts.w2_scales, counts, experts)
 
 
+def _whole_pairs(x: Mx) -> Mx:
+    """x with zeros up to a multiple of 64 values. The scale that padded an odd number of blocks now has values, so it must be a number."""
+    odd = x.values.shape[1] % 64
+    if not odd:
+        return x
+    values = functional.pad(x.values.view(torch.uint8), (0, 64 - odd)).view(torch.float8_e4m3fn)
+    last = torch.arange(x.scales.shape[1] * 2, device=x.scales.device).view(-1, 2) == x.scales.shape[1] * 2 - 1
+    return Mx(values, torch.where(last, NO_SCALE, x.scales))
+
+
 def _product(x: Mx, weight: Tensor, scales: Tensor | None, counts: Tensor, experts: ExpertWeights) -> Tensor:
     if scales is None:
         return calls.experts_bf16(calls.dequantize(x), weight, counts)
     if experts.format is WeightFormat.FP4_G32:
-        return calls.experts_fp4(x, weight, scales, counts)
+        return calls.experts_fp4(_whole_pairs(x), weight, scales, counts)
     if experts.count == 1:
         return calls.linear_fp8(x, weight[0].t(), scales[0])
     return calls.experts_fp8(x, weight, scales, counts)
