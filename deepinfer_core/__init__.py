@@ -8,6 +8,7 @@ Names are imported when they are first used, so that `import deepinfer_core` nee
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_core.errors import BackendError, CheckpointError, ConfigError, DeepInferError, EngineError, RequestError
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from deepinfer_core.config import EngineConfig as EngineConfig
     from deepinfer_core.config import ResolvedConfig as ResolvedConfig
     from deepinfer_core.config import resolve_config as resolve_config
+
+# A vendor's wheel without the vendor's runtime makes a plain `import torch` fail. Backends import their vendor library themselves.
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 __version__ = "0.1.0"
 

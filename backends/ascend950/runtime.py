@@ -29,7 +29,7 @@ class AscendRuntime(DeviceRuntime):
 
     def to_device(self, array: np.ndarray, out: Tensor | None = None) -> Tensor:
         self._refuse_closed()
-        staged = torch.from_numpy(np.ascontiguousarray(array)).clone().pin_memory()
+        staged = torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
         if out is None:
             return staged.to(self.device, non_blocking=True)
         return out.copy_(staged, non_blocking=True)

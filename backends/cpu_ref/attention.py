@@ -200,6 +200,8 @@ class AttentionOps(LinearOps):
         return torch.where(valid[..., None], keys, 0.0), valid
 
     def attention_output(self, out: Tensor, wo_a: Weight, wo_b: Weight, groups: int) -> Tensor:
+        if not len(out):
+            return self._round(out.new_empty(0, wo_b.rows))
         grouped = out.float().reshape(len(out), groups, -1)  # [T, g, H*hd/g]
         weight = wo_a.decoded().unflatten(0, (groups, -1))  # [g, o, H*hd/g]
         z = torch.bmm(pad_rows(grouped.flatten(1)).unflatten(1, (groups, -1)).transpose(0, 1), weight.transpose(1, 2))

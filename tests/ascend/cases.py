@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepinfer_backends.cpu_ref import quant
 from torch import Tensor
 
+from deepinfer_backends.cpu_ref import quant
 from deepinfer_core.backend.formats import CacheFormat
 from deepinfer_core.backend.kernels import Kernels
 from deepinfer_core.backend.types import (
@@ -141,7 +141,10 @@ class Source:
         return Rope(torch.cat((angles.cos(), angles.sin()), 1), positions)
 
     def experts(self, d: Dims, count: int, make: Callable[[int, int], QuantTensor]) -> list[ExpertTensors]:
-        one = [ExpertTensors(make(d.ff, d.hidden), make(d.hidden, d.ff), make(d.ff, d.hidden)) for _ in range(count if self.device == "cpu" else 1)]
+        one = [
+            ExpertTensors(make(d.ff, d.hidden), make(d.hidden, d.ff), make(d.ff, d.hidden))
+            for _ in range(count if self.device == "cpu" else 1)
+        ]
         return one * (count // len(one))
 
     def routing(self, d: Dims) -> Routing:
@@ -260,7 +263,7 @@ def compress(k: Kernels, s: Source, d: Dims) -> dict[str, Any]:
     rows = s.floats(d.rows, 2 * d.head)
     past = 21
     members = [[7 + 5, past] if i == 0 else [past + i - 1, past + i] if i % 2 == 0 else [-1, -1] for i in range(d.rows)]
-    slots = s.fixed([-1 if i == 0 else 7 + i % 7 for i in range(d.rows)], torch.int32)
+    slots = s.fixed([-1 if i == 0 or i > 7 else 7 + i % 7 for i in range(d.rows)], torch.int32)
     index = CompressorRows(s.fixed(members or torch.zeros(0, 2), torch.int32), slots)
     return {"latent": k.compress(rows, ring, index, s.normal(d.head), 1e-20), "exact ring": ring.data}
 
@@ -429,4 +432,6 @@ def markov_logits(k: Kernels, s: Source, d: Dims) -> dict[str, Any]:
 @case
 def confidence(k: Kernels, s: Source, d: Dims) -> dict[str, Any]:
     previous = s.integers(0, d.vocabulary, d.rows, dtype=torch.int64)
-    return {"p": k.confidence(s.normal(d.rows, d.hidden), previous, s.normal(d.vocabulary, 64), s.normal(1, d.hidden + 64, scale=0.05), 1.0)}
+    return {
+        "p": k.confidence(s.normal(d.rows, d.hidden), previous, s.normal(d.vocabulary, 64), s.normal(1, d.hidden + 64, scale=0.05), 1.0)
+    }

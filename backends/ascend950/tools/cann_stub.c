@@ -66,6 +66,15 @@ int aclrtGetMemInfo(int kind, size_t *available, size_t *total) {
     return DONE;
 }
 
+int aclrtGetSysParamOpt(int option, int64_t *out) { (void)option; REQUIRE(out); *out = 0; return DONE; }
+int aclrtSetSysParamOpt(int option, int64_t value) { (void)option; (void)value; return DONE; }
+int aclrtCtxGetSysParamOpt(int option, int64_t *out) { return aclrtGetSysParamOpt(option, out); }
+int aclrtCtxSetSysParamOpt(int option, int64_t value) { return aclrtSetSysParamOpt(option, value); }
+int aclrtSetOpExecuteTimeOut(uint32_t seconds) { (void)seconds; return DONE; }
+int aclrtSynchronizeDevice(void) { return DONE; }
+int aclrtSynchronizeDeviceWithTimeout(int32_t ms) { (void)ms; return DONE; }
+int aclrtSetDeviceSatMode(int mode) { (void)mode; return DONE; }
+
 /* ---- "device" memory is host memory */
 static int obtain(void **out, size_t bytes) { REQUIRE(out); return posix_memalign(out, PAGE, bytes ? bytes : PAGE) ? INVALID : DONE; }
 static int copy(void *to, size_t room, const void *from, size_t bytes) {
@@ -102,6 +111,7 @@ int aclrtCreateStream(void **out) { return new_token(out); }
 int aclrtCreateStreamWithConfig(void **out, uint32_t priority, uint32_t flags) { (void)priority; (void)flags; return new_token(out); }
 int aclrtDestroyStream(void *p) { return drop_token(p); }
 int aclrtDestroyStreamForce(void *p) { return drop_token(p); }
+int aclrtSetStreamAttribute(void *p, int what, void *value) { (void)p; (void)what; (void)value; return DONE; }
 int aclrtStreamQuery(void *p, int *status) { (void)p; return say(status, 0); }
 int aclrtCreateEvent(void **out) { return new_token(out); }
 int aclrtCreateEventWithFlag(void **out, uint32_t flags) { (void)flags; return new_token(out); }
@@ -110,3 +120,17 @@ int aclrtDestroyEvent(void *p) { return drop_token(p); }
 int aclrtQueryEventStatus(void *p, int *status) { (void)p; return say(status, 1); }
 int aclrtQueryEventWaitStatus(void *p, int *status) { (void)p; return say(status, 1); }
 int aclrtEventElapsedTime(float *ms, void *from, void *to) { (void)from; (void)to; REQUIRE(ms); *ms = 0; return DONE; }
+
+/* ---- graphs: a capture records nothing and a replay does nothing */
+static __thread int capturing;
+static char graph;
+int aclmdlRICaptureBegin(void *stream, int mode) { (void)stream; (void)mode; capturing = 1; return DONE; }
+int aclmdlRICaptureEnd(void *stream, void **out) { (void)stream; REQUIRE(out); capturing = 0; *out = &graph; return DONE; }
+int aclmdlRICaptureGetInfo(void *stream, int *status, void **out) {
+    (void)stream;
+    if (out) *out = &graph;
+    return say(status, capturing);
+}
+int aclmdlRICaptureThreadExchangeMode(int *mode) { (void)mode; return DONE; }
+int aclmdlRIExecuteAsync(void *model, void *stream) { (void)model; (void)stream; return DONE; }
+int aclmdlRIDestroy(void *model) { (void)model; return DONE; }
