@@ -31,7 +31,8 @@ class EngramOps(LinearOps):
 
     def engram_gather(self, table: Weight, rows: Tensor) -> Activation:
         index = rows.clamp_min(0)
-        values = quant.decode_weight(table.weight[index].flatten(0, 1), table.scale[index].flatten(0, 1)).view(*rows.shape, table.weight.shape[1])
+        values = quant.decode_weight(table.weight[index].flatten(0, 1), table.scale[index].flatten(0, 1))
+        values = values.view(*rows.shape, table.weight.shape[1])
         return torch.where(rows[..., None] >= 0, values, 0.0).flatten(1)
 
     def engram_gate(

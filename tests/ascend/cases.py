@@ -207,12 +207,12 @@ def rms_norm_quantize(k: Kernels, s: Source, d: Dims) -> dict[str, Any]:
 def quantized_linear(k: Kernels, s: Source, d: Dims) -> dict[str, Any]:
     x = s.normal(d.rows, d.hidden)
     if s.device == "cpu" and d.rows:
-        x[0, :32] *= 1e-6  # a block below the floor of 1e-4
         x[-1] *= 300  # beyond the largest e4m3 value
     stacked = k.prepare_linear([s.fp8(64, d.hidden), s.fp8(32, d.hidden)])
     narrow = k.quantize(s.normal(d.rows, d.q_rank))
     wide = k.quantized_linear(narrow, k.prepare_linear([s.fp8(d.heads * d.head, d.q_rank)]))
-    return {"stacked": k.quantized_linear(k.quantize(x), stacked), "odd blocks": wide}
+    tiny = k.quantized_linear(k.quantize(s.normal(d.rows, d.hidden, scale=1e-9)), stacked)
+    return {"stacked": k.quantized_linear(k.quantize(x), stacked), "odd blocks": wide, "tiny": tiny}
 
 
 @case
@@ -279,7 +279,8 @@ def store_entries(k: Kernels, s: Source, d: Dims) -> dict[str, Any]:
         pages = s.pages(d, fmt, d.head, sectioned=False)
         latent = s.normal(d.rows, d.head, scale=3)
         if s.device == "cpu" and d.rows:
-            latent[0, :16] = 0
+            latent[0, :16] = torch.tensor([6, 0.25, 1.25, 2.5, 5, -0.25, -1.25, 0.75, 1.75, 3.5, 0, -5, -0.1, 0.1, 4, 3])  # ties
+            latent[-1, 16:32] = 0
         k.store_entries(latent, s.rope(d, d.rows), pages, _slots(s, d))
         result[f"exact {fmt}"] = pages.data
     return result
