@@ -101,21 +101,23 @@ class PrefixIndex:
     ) -> None:
         """Appends to `hashes` the hashes of the complete pages of `tokens` (int32, all ids from position 0) that it lacks."""
         page = self._page_tokens
-        ids = np.ascontiguousarray(tokens, np.int32)
-        for i in range(len(hashes), len(ids) // page):
-            begin, end = i * page, (i + 1) * page
-            inside = b"".join(digest for (b, e), digest in zip(spans, digests, strict=True) if b < end and e > begin)
-            hashes.append(self.page_hash(hashes[-1] if hashes else self.root(salt), ids[begin:end], inside))
+        for i in range(len(hashes), len(tokens) // page):
+            self.append(hashes, tokens[i * page : (i + 1) * page], salt, spans, digests)
+
+    def append(
+        self, hashes: list[bytes], ids: np.ndarray, salt: bytes, spans: Sequence[tuple[int, int]], digests: Sequence[bytes]
+    ) -> None:
+        """Appends the hash of the page with int32 `ids` that follows the pages of `hashes`. `digests` identify `spans` of positions."""
+        begin = len(hashes) * self._page_tokens
+        end = begin + self._page_tokens
+        inside = b"".join(digest for (b, e), digest in zip(spans, digests, strict=True) if b < end and e > begin)
+        parent = hashes[-1] if hashes else self.root(salt)
+        hashes.append(hashlib.sha256(parent + ids.astype("<i4", copy=False).tobytes() + inside).digest())
 
     def root(self, salt: bytes) -> bytes:
         """Hash before the first page of a chain."""
         head = self._page_tokens.to_bytes(4, "little") + len(salt).to_bytes(4, "little") + salt + self._identity
         return hashlib.sha256(head).digest()
-
-    @staticmethod
-    def page_hash(parent: bytes, ids: np.ndarray, digests: bytes = b"") -> bytes:
-        """Hash of a page with int32 `ids` and image `digests`, after the page with hash `parent`."""
-        return hashlib.sha256(parent + ids.astype("<i4", copy=False).tobytes() + digests).digest()
 
     def match(self, hashes: Sequence[bytes], tokens: np.ndarray) -> list[int]:
         """Pages of the longest known chain along `hashes`; each page's ids are compared with `tokens`."""

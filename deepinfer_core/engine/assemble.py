@@ -32,7 +32,7 @@ def assemble(
     plan = StepPlan(
         step=step,
         kind=kind,
-        requests=tuple([table.requests[row].request_id for row in rows.tolist()]),
+        requests=tuple(map(table.names.__getitem__, rows.tolist())),
         query_len=query_len.astype(INT),
         start=start.astype(INT),
         tokens=np.concatenate(parts),

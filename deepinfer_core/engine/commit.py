@@ -96,29 +96,33 @@ class Committer:
         table.scheduled[rows] = table.computed[rows] + np.where(in_flight, 1 + table.last_drafts[rows], 0)
 
     def _store_drafts(self, plan: StepPlan, result: StepResult, sampled: np.ndarray) -> tuple[str, ...]:
+        """Keeps the new drafts and what the device thinks of them; returns warnings."""
         if not self.limits.num_draft_tokens:
             return ()
         table = self.ledger.table
-        rows = plan.rows[sampled]
-        drafted = plan.draft[sampled]
-        table.previous_rates[rows] = table.rates[rows]
-        table.rates[rows] = np.nan
-        table.num_drafts[rows] = 0
-        if result.drafts is None:
-            return ()
-        rows, chosen = rows[drafted], np.flatnonzero(sampled)[drafted]
-        drafts = result.drafts[chosen]
-        table.drafts[rows] = drafts
-        table.num_drafts[rows] = np.cumprod(drafts >= 0, axis=1).sum(axis=1)
-        if result.confidences is None:
+        table.num_drafts[plan.rows[sampled]] = 0
+        chosen = np.flatnonzero(sampled & plan.draft)
+        rows = plan.rows[chosen]
+        if result.drafts is not None:
+            drafts = result.drafts[chosen]
+            table.drafts[rows] = drafts
+            missing = drafts < 0
+            table.num_drafts[rows] = np.where(missing.any(axis=1), missing.argmax(axis=1), drafts.shape[1])
+        if self.limits.varlen_verification:
+            table.previous_rates[plan.rows[sampled]] = table.rates[plan.rows[sampled]]
+            table.rates[plan.rows[sampled]] = np.nan
+        if result.drafts is None or result.confidences is None:
             return ()
         confidences = result.confidences[chosen]
-        table.rates[rows] = np.cumprod(confidences, axis=1)
-        bad = np.flatnonzero(np.isnan(confidences).any(axis=1))
-        warned = [f"request {plan.requests[chosen[i]]!r}: a draft confidence is NaN; it goes on without drafting" for i in bad]
+        if self.limits.varlen_verification:
+            table.rates[rows] = np.cumprod(confidences, axis=1)
+        unknown = np.isnan(confidences)
+        if not unknown.any():
+            return ()
+        bad = np.flatnonzero((unknown & (np.arange(unknown.shape[1]) < table.num_drafts[rows, None])).any(axis=1))
         table.drafting[rows[bad]] = False
         table.num_drafts[rows[bad]] = 0
-        return tuple(warned)
+        return tuple(f"request {plan.requests[chosen[i]]!r}: a draft confidence is NaN; it goes on without drafting" for i in bad)
 
     def _register_pages(self, rows: np.ndarray) -> None:
         """Makes pages that this step completed known to the prefix index."""
@@ -128,18 +132,13 @@ class Committer:
         for row in rows[table.computed[rows] // page > table.registered[rows]].tolist():
             request = table.requests[row]
             assert request is not None
-            complete = int(table.computed[row]) // page
-            if len(request.hashes) < complete:
-                prefix.extend(
-                    request.hashes,
-                    table.tokens(row, 0, complete * page),
-                    request.spec.cache_salt,
-                    request.spec.atomic_spans,
-                    request.spec.span_digests,
-                )
+            complete, spec = int(table.computed[row]) // page, request.spec
             for i in range(int(table.registered[row]), complete):
                 own = int(table.block_table[row, i])
-                held = prefix.register(request.hashes[i], own, table.tokens(row, i * page, (i + 1) * page))
+                ids = table.tokens(row, i * page, (i + 1) * page)
+                if len(request.hashes) == i:
+                    prefix.append(request.hashes, ids, spec.cache_salt, spec.atomic_spans, spec.span_digests)
+                held = prefix.register(request.hashes[i], own, ids)
                 if held != own:
                     self.ledger.pages.share([held])
                     request.pins[i] = held

@@ -12,6 +12,7 @@ from deepinfer_core.engine.ledger import Ledger
 from deepinfer_core.engine.limits import MAX_PAGE_USAGE
 from deepinfer_core.engine.plan import SlotCopy
 from deepinfer_core.engine.request import Request, RequestSpec
+from deepinfer_core.engine.table import RUNNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class PrefillPlanner:
     def want(self) -> bool:
         """Whether a prefill step could start now, for the vote of policy `alternate`."""
         ledger = self.ledger
-        if ledger.table.filling[ledger.table.running()].any():
+        if (ledger.table.filling & (ledger.table.state == RUNNING)).any():
             return True
         head = ledger.head()
         return head is not None and self._may_start(head)
@@ -85,9 +86,9 @@ class PrefillPlanner:
         chunks: list[Chunk] = []
         table = self.ledger.table
         seqlen = self.limits.max_prefill_seqlen
-        filling = [row for row in table.running() if table.filling[row]]
-        for row in sorted(filling, key=lambda row: table.admitted[row]):
-            chunk = self._cut(int(row), budget, first=not chunks)
+        filling = np.flatnonzero((table.state == RUNNING) & table.filling)
+        for row in filling[np.argsort(table.admitted[filling])].tolist():
+            chunk = self._cut(row, budget, first=not chunks)
             if chunk is None or table.length[row] > seqlen:
                 return chunks
             seqlen -= int(table.length[row])

@@ -21,6 +21,7 @@ class RequestTable:
         drafts = limits.num_draft_tokens
         self.limits = limits
         self.requests: list[Request | None] = [None] * rows
+        self.names = [""] * rows  # request ids
         self._free = list(range(rows - 1, -1, -1))
         self.state = np.zeros(rows, np.int8)
         self.filling = np.zeros(rows, bool)  # known tokens are still to be scheduled (prefill)
@@ -61,6 +62,7 @@ class RequestTable:
         """Gives `request` a row that describes it before its first chunk. Pages, slot and start position are the caller's."""
         limits, row = self.limits, self._free.pop()
         self.requests[row] = request
+        self.names[row] = request.request_id
         request.row = row
         self.state[row] = RUNNING
         known = np.concatenate([request.prompt, np.asarray(request.outputs, np.int32)]) if request.outputs else request.prompt
@@ -140,10 +142,10 @@ class RequestTable:
         self._reserve(int((first + counts).max()))
         width = self.tail.shape[1]
         wide = np.concatenate([self.tail[rows], tokens], axis=1)
-        self.tail[rows] = np.take_along_axis(wide, counts[:, None] + np.arange(width), axis=1)
-        for column in range(int(counts.max())):
-            some = counts > column
-            self._outputs[rows[some], first[some] + column] = tokens[some, column]
+        self.tail[rows] = wide[np.arange(len(rows))[:, None], counts[:, None] + np.arange(width)]
+        column = np.arange(tokens.shape[1])
+        kept = column < counts[:, None]
+        self._outputs[np.repeat(rows, counts), (first[:, None] + column)[kept]] = tokens[kept]
         self.length[rows] += counts
 
     def truncate(self, row: int, num_outputs: int) -> None:

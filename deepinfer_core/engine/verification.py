@@ -45,9 +45,16 @@ def allocate_drafts(survival: np.ndarray, budget: int) -> np.ndarray:
 
     Survivals fall along each row, so a request's drafts are always taken from its first on. Device code must repeat this rule.
     """
-    requests, drafts = survival.shape
-    order = np.argsort(-survival.reshape(-1), kind="stable")[:budget]
-    return np.bincount(order // max(drafts, 1), minlength=requests)
+    flat = survival.reshape(-1)
+    if budget <= 0:
+        return np.zeros(len(survival), np.int64)
+    if budget >= flat.size:
+        return np.full(len(survival), survival.shape[1])
+    smallest = np.partition(flat, flat.size - budget)[flat.size - budget]
+    chosen = flat > smallest
+    ties = np.flatnonzero(flat == smallest)
+    chosen[ties[: budget - np.count_nonzero(chosen)]] = True
+    return chosen.reshape(survival.shape).sum(axis=1)
 
 
 class ProfiledCost:
