@@ -67,7 +67,8 @@ def measure(requests: int, drafts: int, asynchronous: bool, varlen: bool, steps:
             scheduler.commit(*oldest)
             spent += time.perf_counter() - begin
         if step >= 50:
-            assert plan.num_sequences == requests and not plan.is_prefill.any()
+            assert plan.num_sequences == requests
+            assert not plan.is_prefill.any()
             times.append(1e3 * spent)
     return statistics.median(times)
 

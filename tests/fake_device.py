@@ -64,6 +64,7 @@ class FakeDevice:
         self.pages = [[POISON] * limits.page_tokens for _ in range(pages)]
         self.rings = [[POISON] * self.ring_rows for _ in range(slots)]
         self.previous: _Step | None = None
+        self.failed: set[str] = set()  # requests whose computation failed: whatever they hold is spoilt
 
     def run(self, plan: StepPlan) -> StepResult:
         """Executes one plan; checks all that it reads."""
@@ -76,11 +77,20 @@ class FakeDevice:
         first = np.concatenate([[0], np.cumsum(plan.query_len)])
         for s in range(size):
             host = plan.tokens[first[s] : first[s + 1]].tolist()
-            emitted = self._sequence(plan, s, host, int(query_len[s]), now)
-            tokens[s, : len(emitted)] = emitted
+            if plan.requests[s] not in self.failed:
+                emitted = self._sequence(plan, s, host, int(query_len[s]), now)
+                tokens[s, : len(emitted)] = emitted
         self.previous = now
         counts = np.where(plan.sample, np.array(now.accepted, np.int64) + 1, 0)
         return StepResult(tokens, counts, now.drafts, now.confidences, query_len if plan.reallocate_drafts >= 0 else None)
+
+    def fail(self, plan: StepPlan, s: int) -> None:
+        """Sequence `s` of the plan that ran last failed: what it wrote is garbage."""
+        self.failed.add(plan.requests[s])
+        self.rings[plan.state_slot[s]] = [POISON] * self.ring_rows
+        begin = max(int(plan.start[s] - plan.pending_drafts[s]), int(plan.write_start[s]))
+        for position in range(begin, int(plan.start[s] + plan.query_len[s])):
+            self.pages[plan.block_table[s, position // self.limits.page_tokens]][position % self.limits.page_tokens] = POISON
 
     def _query_len(self, plan: StepPlan) -> np.ndarray:
         if plan.reallocate_drafts < 0:

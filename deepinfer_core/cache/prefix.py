@@ -104,9 +104,7 @@ class PrefixIndex:
         for i in range(len(hashes), len(tokens) // page):
             self.append(hashes, tokens[i * page : (i + 1) * page], salt, spans, digests)
 
-    def append(
-        self, hashes: list[bytes], ids: np.ndarray, salt: bytes, spans: Sequence[tuple[int, int]], digests: Sequence[bytes]
-    ) -> None:
+    def append(self, hashes: list[bytes], ids: np.ndarray, salt: bytes, spans: Sequence[tuple[int, int]], digests: Sequence[bytes]) -> None:
         """Appends the hash of the page with int32 `ids` that follows the pages of `hashes`. `digests` identify `spans` of positions."""
         begin = len(hashes) * self._page_tokens
         end = begin + self._page_tokens

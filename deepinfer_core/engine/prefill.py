@@ -93,7 +93,7 @@ class PrefillPlanner:
                 return chunks
             seqlen -= int(table.length[row])
             budget -= self._take(chunk, chunks)
-        catching_up = any(self._resumed(row) for row in filling)
+        catching_up = any(self._resumed(row) for row in filling.tolist())
         while (request := self._admissible(catching_up, seqlen)) is not None:
             known = len(request.prompt) + len(request.outputs)
             hit = self._find_hit(request, known)
@@ -180,13 +180,18 @@ class PrefillPlanner:
     def _take(self, chunk: Chunk, chunks: list[Chunk]) -> int:
         """Schedules `chunk` and returns the rows of the budget it uses."""
         chunks.append(chunk)
-        end, page = chunk.start + chunk.count, self.limits.page_tokens
-        request = self.ledger.table.requests[chunk.row]
-        assert request is not None
-        if self.limits.window_snapshots and end % page == 0 and end // page <= len(request.hashes):
-            self._wanted.append((request.hashes[end // page - 1], int(self.ledger.table.slot[chunk.row])))
+        self._want_snapshot(chunk.row, chunk.start + chunk.count)
         align = self.limits.chunk_align
         return -(-chunk.count // align) * align
+
+    def _want_snapshot(self, row: int, position: int) -> None:
+        """Asks for a snapshot of the row's windows at `position`, if it is a page boundary and they are complete there."""
+        table, page = self.ledger.table, self.limits.page_tokens
+        request = table.requests[row]
+        assert request is not None
+        complete = table.valid_start[row] <= max(position - self.limits.window + 1, 0)  # a replay may have just begun
+        if self.limits.window_snapshots and position % page == 0 and position // page <= len(request.hashes) and complete:
+            self._wanted.append((request.hashes[position // page - 1], int(table.slot[row])))
 
     def _chunk_end(self, spec: RequestSpec, start: int, known: int, budget: int, first: bool) -> int:
         """Where the next chunk ends; `start` if nothing can be computed."""

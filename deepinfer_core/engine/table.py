@@ -76,7 +76,6 @@ class RequestTable:
         self.order[row] = request.order
         for column in (self.holds, self.sampling, self.last_drafts, self.num_drafts, self.num_pages, self.registered):
             column[row] = 0
-        self.drafts[row] = -1
         self.drafting[row] = limits.num_draft_tokens > 0
         self.will_draft[row] = False
         self.rates[row] = np.nan

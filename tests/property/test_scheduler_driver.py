@@ -112,7 +112,9 @@ class Driver:
             self._check_plan(plan)
             result = self.device.run(plan)
             if self.rng.random() < 0.005:
-                result = replace(result, errors={self.rng.randrange(plan.num_sequences): "logits are not finite"})
+                failing = self.rng.randrange(plan.num_sequences)
+                self.device.fail(plan, failing)
+                result = replace(result, errors={failing: "logits are not finite"})
             self.in_flight.append((plan, result))
         if self.in_flight and (plan is None or len(self.in_flight) > int(self.limits.asynchronous)):
             updates = self.scheduler.commit(*self.in_flight.popleft())
@@ -120,6 +122,7 @@ class Driver:
                 assert update.first == len(self.outputs[update.request_id])
                 self.outputs[update.request_id] += update.tokens.tolist()
             self._collect(updates.finished)
+            self._check_chains()
         else:
             self._collect(self.scheduler.drain())
 
@@ -162,7 +165,15 @@ class Driver:
             pages = plan.block_table[s, : -(-end // limits.page_tokens)].tolist()
             assert 0 not in pages
             written.update(pages[first:])
+            begin = max(plan.start[s] - plan.pending_drafts[s], plan.write_start[s]) // limits.page_tokens
+            assert not self.pages._retained.intersection(pages[begin:]), "a row writes a page that others may reuse"
         assert all(count <= self.pages.references(page) for page, count in written.items()), "a page has two owners but one reference"
+
+    def _check_chains(self) -> None:
+        """A running request keeps its whole chain in the prefix index, whoever computed it."""
+        table, prefix = self.scheduler._ledger.table, self.scheduler._ledger.prefix
+        for row in table.running() if prefix is not None else ():
+            assert all(prefix.has(key) for key in table.requests[row].hashes[: table.registered[row]]), "a chain lost its middle"
 
     def _check_idle(self) -> None:
         assert set(self.ended) == set(self.specs), "a request never ended"
