@@ -28,7 +28,6 @@ def assemble(
     in_flight = table.sampling[rows] > 0
     parts = [_decode_tokens(table, decode, in_flight[:some])] + [_chunk_tokens(table, chunk) for chunk in chunks]
     filling = table.filling[rows]
-    remaining = table.limit[rows] - table.length[rows] - in_flight
     plan = StepPlan(
         step=step,
         kind=kind,
@@ -47,8 +46,7 @@ def assemble(
         keep_from=np.where(filling, table.keep_from[rows], 0).astype(INT),
         is_prefill=is_prefill,
         sample=sample,
-        # a request that surely ends within two tokens has no use for new drafts
-        draft=sample & table.drafting[rows] & (remaining > 2) & (limits.draft_after_prefill | ~is_prefill),
+        draft=sample & table.drafting[rows] & (limits.draft_after_prefill | ~is_prefill),
         logprob_start=_logprob_start(table, some, chunks),
         num_outputs=(table.length[rows] - table.prompt_len[rows]).astype(INT),
         slot_copies=copies,

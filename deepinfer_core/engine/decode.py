@@ -31,7 +31,11 @@ class DecodePlanner:
         self.ledger, self.limits, self.cost = ledger, ledger.limits, cost
 
     def select(self) -> DecodeRows:
-        """The decode rows of the next step; all pages that they may write are allocated."""
+        """The decode rows of the next step; all pages that they may write are allocated.
+
+        Drafts are verified even where `limit` leaves no room for them: how much room there is depends on tokens in flight, and the row
+        that a token comes from selects its random numbers, so with fewer rows the mode would change the output.
+        """
         table = self.ledger.table
         pending = table.sampling > 0  # a sample is in flight: at least one more token will come
         ready = (table.state == RUNNING) & ~table.filling & (table.length + pending < table.limit)
@@ -39,7 +43,6 @@ class DecodePlanner:
         rows = rows[np.argsort(-table.length[rows], kind="stable")]
         in_flight = pending[rows]
         available = np.where(in_flight, self.limits.num_draft_tokens * (table.will_draft & table.drafting)[rows], table.num_drafts[rows])
-        available = np.minimum(available, table.limit[rows] - table.length[rows] - in_flight - 1)  # >= 0 by `ready`
         drafts, reallocate = self._spread(rows, available, in_flight)
         widest = self.limits.num_draft_tokens if reallocate >= 0 else drafts
         kept = self._grow(rows, table.scheduled[rows] + 1 + widest)

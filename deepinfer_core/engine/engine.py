@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,6 +35,7 @@ class _Sample:
     sampling: SamplingState
     stop_ids: tuple[int, ...]
     text: OutputText
+    stopped: bool = False  # a stop string appeared
 
 
 @dataclass
@@ -57,8 +58,8 @@ class StepOutputs:
 class Engine:
     """One engine on one device. Not thread safe.
 
-    A request that fails ends alone, with its reason. A device that fails ends the engine: `step` raises EngineError once, after every
-    unfinished request was reported as finished with reason `error` in `StepOutputs` of `drain`.
+    A request that fails ends alone, with its reason. A device that fails ends the engine: `step` raises EngineError, then and ever after;
+    `drain` returns what the failed step had completed, and every unfinished request with reason `error`.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -72,20 +73,29 @@ class Engine:
         sampler = Sampler(parts.kernels, limits.vocab_size, options)
         temperatures = config.speculative.confidence_temperatures
         self.runner = Runner(parts.loaded, sampler, parts.runtime, temperatures, limits.num_draft_tokens)
+        self._requests: dict[str, _Request] = {}
         self._samples: dict[str, _Sample] = {}
         self._in_flight: StepHandle | None = None
-        self._ids = itertools.count()
         self._failure: EngineError | None = None
+        self._undelivered = StepOutputs()  # of a step that failed half-way
 
     # ------------------------------------------------------------------ requests
 
     def add_request(self, request_id: str, prompt: str | Sequence[int] | np.ndarray, params: SamplingParams) -> None:
         """Queues a request. Its end, and that of a request that can never run, is reported by `step`.
 
-        Raises RequestError if the prompt is neither text nor token ids, or a parameter does not fit this engine.
+        Raises RequestError if the prompt is neither text nor token ids, a parameter does not fit this engine, or an unfinished request
+        has the same id.
         """
         if self._failure is not None:
             raise self._failure
+        keys = sample_keys(request_id, params.n)
+        if request_id in self._requests or any(key in self._samples for key in keys):
+            raise RequestError(
+                f"request_id {request_id!r}: an unfinished request has the same id; choose another",
+                parameter="request_id",
+                value=request_id,
+            )
         text, ids = self._encoded(prompt)
         params.check_vocabulary(self.parts.limits.vocab_size)
         if params.so_args is not None:
@@ -95,12 +105,14 @@ class Engine:
         request = _Request(RequestOutput(request_id, text, [int(i) for i in ids], []), params, time.monotonic(), running=params.n)
         eos = self.parts.model_config.eos_token_id
         stops = (*params.stop_token_ids, *(() if params.ignore_eos else (eos,)))
-        for index in range(params.n):
+        self._requests[request_id] = request
+        if params.prompt_logprobs:
+            request.output.prompt_logprobs = []
+        for index, key in enumerate(keys):
             seed = request_seed(self.parts.config.model.seed, request_id, index, params.seq_seed)
             state = SamplingState(params, seed, ids, (eos,), self.parts.config.sampling.greedy_compat)
             output = SampleOutput(index)
             request.output.samples.append(output)
-            key = f"{next(self._ids)}:{request_id}"
             self._samples[key] = _Sample(request, output, ids, state, stops, OutputText(self.parts.tokenizer, params.stop))
             self.scheduler.add(
                 RequestSpec(
@@ -115,8 +127,12 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """Ends a request with reason `abort`; False if it has ended already. The end is reported by the next `step`."""
-        keys = [key for key, sample in self._samples.items() if sample.parent.output.request_id == request_id]
-        return sum(self.scheduler.abort(key) for key in keys) > 0
+        count = len(self._requests[request_id].output.samples) if request_id in self._requests else 0
+        return sum([self.scheduler.abort(key) for key in sample_keys(request_id, count)]) > 0
+
+    def is_unfinished(self, request_id: str) -> bool:
+        """True while a sample of the request has not ended."""
+        return request_id in self._requests
 
     @property
     def has_unfinished(self) -> bool:
@@ -130,36 +146,52 @@ class Engine:
         if self._failure is not None:
             raise self._failure
         outputs = StepOutputs()
-        try:
+        with self._failing(outputs):
             self._advance(outputs)
-        except EngineError as error:
-            self._fail(error)
-            raise
-        except Exception as error:
-            failure = EngineError(f"the device failed in a step: {type(error).__name__}: {error}; every unfinished request ended")
-            self._fail(failure)
-            raise failure from error
         return outputs
 
     def settle(self) -> StepOutputs:
-        """Commits the step in flight, if any, without launching another."""
+        """Commits the step in flight, if any, without launching another. Fails as `step` does."""
         outputs = StepOutputs()
         if self._in_flight is not None:
             handle, self._in_flight = self._in_flight, None
-            self._commit(handle, outputs)
-            self._report(self.scheduler.drain(), outputs)
+            with self._failing(outputs):
+                self._commit(handle, outputs)
+                self._report(self.scheduler.drain(), outputs)
         return outputs
 
     def drain(self) -> list[RequestOutput]:
-        """Requests that a failed engine could not finish, each with reason `error`."""
-        outputs = StepOutputs()
+        """After a failure: results that the failed step had completed, and unfinished requests, each with reason `error`."""
+        outputs, self._undelivered = self._undelivered, StepOutputs()
         for key in list(self._samples):
             self._finish(key, FinishReason.ERROR, str(self._failure or "the engine was closed"), outputs)
         return outputs.finished
 
     def close(self) -> None:
-        """Frees the device. Idempotent."""
+        """Frees the device; nothing can be run afterwards. Idempotent."""
+        self._failure = self._failure or EngineError("the engine was closed; build a new one")
         self.parts.runtime.close()
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why nothing can be run any more; None while all is well."""
+        return self._failure
+
+    @contextmanager
+    def _failing(self, outputs: StepOutputs) -> Iterator[None]:
+        """Whatever is raised inside ends the engine; `outputs` are kept for `drain`."""
+        try:
+            yield
+        except EngineError as error:
+            self._fail(error, outputs)
+            raise
+        except Exception as error:
+            failure = EngineError(f"the device failed in a step: {type(error).__name__}: {error}; every unfinished request ended")
+            self._fail(failure, outputs)
+            raise failure from error
+        except BaseException:
+            self._fail(EngineError("a step was interrupted, so the engine's state is unknown; build a new one"), outputs)
+            raise
 
     def _advance(self, outputs: StepOutputs) -> None:
         previous, self._in_flight = self._in_flight, None
@@ -212,6 +244,7 @@ class Engine:
         out.drafts_verified += update.verified
         out.drafts_accepted += update.accepted
         if stopped:
+            sample.stopped = True
             self.scheduler.finish(update.request_id, FinishReason.STOP, keep_outputs=len(out.token_ids))
         outputs.deltas.append(Delta(sample.parent.output.request_id, out.index, text, tuple(tokens[:kept]), None))
 
@@ -229,7 +262,9 @@ class Engine:
                 continue
             out = sample.output
             out.cached_tokens, out.replayed, out.preemptions = end.cached_tokens, end.replayed, end.preemptions
-            self._finish(end.request_id, end.reason, end.detail, outputs)
+            # A stop string wins over an end that the scheduler found in tokens behind it, or in the one that completed it.
+            reason, detail = (FinishReason.STOP, "") if sample.stopped else (end.reason, end.detail)
+            self._finish(end.request_id, reason, detail, outputs)
 
     def _finish(self, key: str, reason: FinishReason, detail: str, outputs: StepOutputs) -> None:
         sample = self._samples.pop(key)
@@ -240,19 +275,29 @@ class Engine:
         outputs.deltas.append(Delta(request.output.request_id, out.index, rest, (), reason))
         request.running -= 1
         if not request.running:
+            del self._requests[request.output.request_id]
             first = None if request.first_token is None else request.first_token - request.arrival
             request.output.timing = Timing(first, time.monotonic() - request.arrival)
             outputs.finished.append(request.output)
 
-    def _fail(self, failure: EngineError) -> None:
-        self._failure, self._in_flight = failure, None
+    def _fail(self, failure: EngineError, outputs: StepOutputs) -> None:
+        self._failure, self._in_flight, self._undelivered = failure, None, outputs
         log.error("event=engine_failed reason=%s unfinished=%d", failure, len(self._samples))
 
     def _encoded(self, prompt: str | Sequence[int] | np.ndarray) -> tuple[str | None, np.ndarray]:
         if isinstance(prompt, str):
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(
+                    f"prompt: character {error.start} is {prompt[error.start]!r}, half of a surrogate pair; expected text that UTF-8 can "
+                    "encode; read the prompt with the encoding it was written in",
+                    parameter="prompt",
+                    value=prompt,
+                ) from None
             return prompt, np.asarray(self.parts.tokenizer.encode(prompt) if prompt else [], dtype=np.int32)
-        ids = np.asarray(prompt)
-        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        ids = token_ids(prompt)
+        if ids is None:
             raise RequestError(
                 f"prompt is {type(prompt).__name__} {str(prompt)[:40]!r}; expected text or a flat list of token ids",
                 parameter="prompt",
@@ -263,6 +308,19 @@ class Engine:
             expected = f"token ids of this model lie in [0, {self.parts.limits.vocab_size})"
             raise RequestError(f"prompt: token id {int(outside[0])} is unknown; {expected}", parameter="prompt", value=int(outside[0]))
         return None, ids.astype(np.int32)
+
+
+def sample_keys(request_id: str, count: int) -> list[str]:
+    """What the samples of a request are called in the scheduler and in messages."""
+    return [request_id if index == 0 else f"{request_id}[{index}]" for index in range(count)]
+
+
+def token_ids(value: object) -> np.ndarray | None:
+    """`value` as an array of whole numbers [n], or None if it is anything but a flat sequence of them."""
+    if isinstance(value, list | tuple) and not all(isinstance(item, int | np.integer) and not isinstance(item, bool) for item in value):
+        return None
+    ids = np.asarray(value) if isinstance(value, list | tuple | range | np.ndarray) else np.asarray(None)
+    return ids if ids.ndim == 1 and (not ids.size or ids.dtype.kind in "iuO") else None
 
 
 def _logprobs(tokens: Sequence[int], scores: TokenScores, top: int) -> list[TokenLogprob]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,8 +13,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from deepinfer_core.checkpoint.schema import read_json
 from deepinfer_core.config import ResolvedConfig, resolve_config
-from deepinfer_core.engine.engine import Engine
+from deepinfer_core.engine.engine import Engine, StepOutputs, token_ids
 from deepinfer_core.engine.outputs import Delta, RequestOutput, SampleOutput
 from deepinfer_core.engine.request import FinishReason
 from deepinfer_core.engine.scoring import score
@@ -52,9 +52,15 @@ class LLM:
         with tqdm(desc="loading weights", unit=" parts", disable=not (progress and sys.stderr.isatty())) as bar:
             self.parts = start(self.resolved.config, lambda part: bar.update())
         self.engine = Engine(self.parts)
-        self.default_params = _generation_defaults(self.parts.model_path)
+        try:
+            self.default_params = _generation_defaults(self.parts.model_path)
+        except BaseException:
+            self.engine.close()
+            raise
         self._ids = itertools.count()
         self._pending: dict[str, RequestOutput] = {}
+        self._streams: dict[str, list[Delta]] = {}  # what open streams have not shown yet
+        self._abandoned: set[str] = set()  # requests of streams that were closed early: nobody waits for their outputs
 
     # ------------------------------------------------------------------ generate
 
@@ -73,15 +79,20 @@ class LLM:
         chosen = self._params_for(several, params)
         outputs: dict[str, RequestOutput] = {}
         order = [self.submit(prompt, one) for prompt, one in zip(several, chosen, strict=True)]
+        wanted, others = set(order), []
         with tqdm(total=len(order), unit=" prompts", disable=not (progress and sys.stderr.isatty())) as bar:
             tokens = 0
             while len(outputs) < len(order):
                 for output in self.poll():
+                    if output.request_id not in wanted:
+                        others.append(output)
+                        continue
                     outputs[output.request_id] = output
                     tokens += sum(len(sample.token_ids) for sample in output.samples)
                     bar.update()
                     elapsed = bar.format_dict["elapsed"] or 1e-9
                     bar.set_postfix_str(f"{tokens / elapsed:.1f} tok/s", refresh=False)
+        self._keep(others)
         return [outputs[request_id] for request_id in order]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
@@ -89,29 +100,40 @@ class LLM:
         request_id = self.submit(prompt, params)
         if (refused := self._pending.pop(request_id, None)) is not None:
             raise RequestError(refused.error, parameter="prompt")
-        done = False
+        deltas = self._streams[request_id] = []
+        output = None
         try:
-            while not done:
-                step = self.engine.step()
-                yield from (delta for delta in step.deltas if delta.request_id == request_id)
-                for output in step.finished:
-                    done = done or output.request_id == request_id
-                    if output.request_id != request_id:
-                        self._pending[output.request_id] = output
-                    elif output.error and not output.token_ids:
-                        raise RequestError(output.error, parameter="prompt")
+            while output is None:
+                self._keep(self._step().finished)
+                output = self._pending.pop(request_id, None)
+                if output is not None and output.error and not output.token_ids:
+                    raise RequestError(output.error, parameter="prompt")
+                while deltas:
+                    yield deltas.pop(0)
         finally:
-            if not done:
-                self.engine.abort(request_id)
+            del self._streams[request_id]
+            if output is None and self.engine.abort(request_id):
+                self._abandoned.add(request_id)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
-        """Queues a prompt and returns its request id. A prompt that cannot run gets its output from `poll` like any other."""
-        request_id = str(next(self._ids)) if request_id is None else request_id
+        """Queues a prompt and returns its request id. A prompt that cannot run gets its output from `poll` like any other.
+
+        Raises RequestError if an unfinished request has the same id.
+        """
+        if request_id is None:
+            request_id = next(name for name in map(str, self._ids) if not self._is_known(name))
+        elif self._is_known(request_id):
+            raise RequestError(
+                f"request_id {request_id!r}: a request with this id is unfinished, or its output was not fetched; choose another",
+                parameter="request_id",
+                value=request_id,
+            )
         resolved = (params or SamplingParams()).with_defaults(self.default_params)
         try:
             self.engine.add_request(request_id, prompt, resolved)
         except RequestError as error:
-            ids = [] if isinstance(prompt, str) else [int(i) for i in np.asarray(prompt).ravel() if np.asarray(prompt).dtype.kind in "iu"]
+            found = None if isinstance(prompt, str) else token_ids(prompt)
+            ids = [] if found is None else [int(token) for token in found]
             failed = SampleOutput(0, finish_reason=FinishReason.INVALID, error=str(error))
             self._pending[request_id] = RequestOutput(request_id, prompt if isinstance(prompt, str) else None, ids, [failed])
         return request_id
@@ -122,15 +144,13 @@ class LLM:
         If the device fails, the outputs of unfinished requests (reason `error`) are returned, and the next call raises EngineError.
         """
         ready, self._pending = list(self._pending.values()), {}
-        if not self.engine.has_unfinished:
-            return ready
         try:
-            return ready + self.engine.step().finished
+            return ready + (self._step().finished if self.engine.has_unfinished or self.engine.failure else [])
         except EngineError:
-            lost = self.engine.drain()
-            if not ready and not lost:
+            lost = ready + self.engine.drain()
+            if not lost:
                 raise
-            return ready + lost
+            return lost
 
     def abort(self, request_id: str) -> bool:
         """Ends a request with reason `abort`; False if it has ended already."""
@@ -162,9 +182,33 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def _step(self) -> StepOutputs:
+        """One engine step; hands deltas to the open streams."""
+        step = self.engine.step()
+        for delta in step.deltas:
+            if (stream := self._streams.get(delta.request_id)) is not None:
+                stream.append(delta)
+        dropped = {output.request_id for output in step.finished} & self._abandoned
+        step.finished = [output for output in step.finished if output.request_id not in dropped]
+        self._abandoned -= dropped
+        return step
+
+    def _keep(self, outputs: Sequence[RequestOutput]) -> None:
+        """Keeps outputs until their stream or `poll` fetches them."""
+        self._pending |= {output.request_id: output for output in outputs}
+
+    def _is_known(self, request_id: str) -> bool:
+        return request_id in self._pending or self.engine.is_unfinished(request_id)
+
     def _params_for(self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * len(prompts)
+        if not isinstance(params, list | tuple) or not all(isinstance(one, SamplingParams) for one in params):
+            raise RequestError(
+                f"params is {type(params).__name__} {str(params)[:40]!r}; expected SamplingParams, or a list with one for each prompt",
+                parameter="params",
+                value=params,
+            )
         if len(params) != len(prompts):
             raise RequestError(
                 f"params has {len(params)} entries for {len(prompts)} prompts; give one for all or one for each",
@@ -180,7 +224,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     if isinstance(prompts, np.ndarray):
         return [prompts] if prompts.ndim == 1 else list(prompts)
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise RequestError(
             f"prompts is {type(prompts).__name__}; expected text, token ids, or a list of these", parameter="prompts", value=prompts
         )
@@ -190,4 +234,4 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _generation_defaults(path: Path) -> Mapping[str, Any]:
     file = path / "generation_config.json"
-    return defaults_from(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+    return defaults_from(read_json(file)) if file.exists() else {}

@@ -42,6 +42,7 @@ class StepHandle:
 
     plan: StepPlan
     query_len: PendingCopy | None  # rows as the device spread them; None: as planned
+    launched: PendingCopy | None = None  # nothing but the success of the first half
     forward: ForwardResult | None = None  # set by device work
     start: Tensor | None = None  # int64 [S], set by device work: true position of each sequence's first row
     tokens: Tensor | None = None  # int64 [T], set by device work
@@ -52,6 +53,8 @@ class StepHandle:
     def wait(self) -> StepResult:
         """Blocks until the step is done. Raises what its device work raised."""
         assert self.outputs is not None
+        assert self.launched is not None
+        self.launched.wait()  # if the first half failed, its error is the one to show, not what the second half made of it
         return host_result(self.plan, self.rows, self.outputs.wait())
 
 
@@ -75,9 +78,9 @@ class Runner:
         if plan.reallocate_drafts >= 0:
             spread: dict[str, Tensor] = {}
             handle.query_len = self.runtime.submit(lambda: self._spread(plan, previous, spread))
-            self.runtime.submit(lambda: self._forward(handle, previous, spread["query_len"]))
+            handle.launched = self.runtime.submit(lambda: self._forward(handle, previous, spread["query_len"]))
         else:
-            self.runtime.submit(lambda: self._forward(handle, previous, None))
+            handle.launched = self.runtime.submit(lambda: self._forward(handle, previous, None))
         self._previous = handle
         return handle
 
@@ -215,10 +218,10 @@ class Runner:
         index = self._upload(verify)
         ids = torch.where(index >= 0, handle.tokens[index.clamp_min(0)], -1)
         distributions = None
-        if not batch.all_greedy and self._draft_log_probs is not None:
+        if not batch.all_greedy:
             slots = np.repeat(handle.plan.state_slot[sampled], drafts + 1).astype(np.int64)
             column = np.concatenate([np.minimum(np.arange(d + 1), self.nextn - 1) for d in drafts])
-            distributions = self._draft_log_probs[self._upload(slots), self._upload(column)]
+            distributions = self._draft_distributions(logits)[self._upload(slots), self._upload(column)]
         verified = self.sampler.verify(logits, batch, ids, distributions)
         outputs.put_verified(self._upload(sampled), self._upload(drafts), ids, verified)
 
@@ -237,9 +240,8 @@ class Runner:
         floor = self._upload(np.maximum(plan.valid_start, plan.keep_from)[sampled].astype(np.int64))
         inputs = DraftInputs(outputs.tokens[chosen], position, slots, floor)
         hidden, base = drafter.forward(inputs, self.nextn, self.loaded.caches)
-        if not batch.all_greedy and self._draft_log_probs is None:
-            shape = (self.loaded.geometry.state_slots, self.nextn, base.shape[2])
-            self._draft_log_probs = torch.full(shape, -torch.inf, device=base.device)
+        if not batch.all_greedy:
+            self._draft_distributions(base)
         previous, ids, confidences = inputs.anchor, [], []
         for i in range(self.nextn):
             logits = drafter.markov_logits(base[:, i], previous)
@@ -250,6 +252,13 @@ class Runner:
             ids.append(previous)
         ended = self._ended(outputs.emitted[chosen], stops)
         outputs.put_drafts(chosen, torch.stack(ids, 1), torch.stack(confidences, 1).masked_fill(ended[:, None], 0.0))
+
+    def _draft_distributions(self, logits: Tensor) -> Tensor:
+        """Where the distributions of drafts are kept from their drawing to their verification; `logits` [..., V] tell the size."""
+        if self._draft_log_probs is None:
+            shape = (self.loaded.geometry.state_slots, self.nextn, logits.shape[-1])
+            self._draft_log_probs = torch.full(shape, -torch.inf, device=logits.device)
+        return self._draft_log_probs
 
     def _ended(self, emitted: Tensor, stops: Sequence[Sequence[int]]) -> Tensor:
         """bool [R]: the sequence emitted one of its stop ids, so that its next rows are wasted."""
