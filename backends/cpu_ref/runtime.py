@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -49,7 +50,7 @@ class CpuRuntime(DeviceRuntime):
         return _Pending(self, self._enqueue(lambda: {name: tensor.numpy().copy() for name, tensor in work().items()}))
 
     def record(self) -> Event:
-        events = [*self._unrecorded, self._enqueue(lambda: None)]
+        events = [*self._unrecorded, self._enqueue(time.perf_counter)]
         self._unrecorded = []
         return _Event(self, events)
 
@@ -57,7 +58,9 @@ class CpuRuntime(DeviceRuntime):
         self.record().wait()
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        raise BackendError("backend 'cpu_ref' does not capture graphs (it does not claim graph_capture): run the work eagerly")
+        """Keeps `work` and runs it again on replay: nothing is gained, but buffers and buckets are handled as on a real device."""
+        self.submit(lambda: work() or {}).wait()
+        return _Replay(self, work)
 
     def memory(self) -> MemoryInfo:
         return host_memory()
@@ -108,6 +111,15 @@ class _Pending(PendingCopy):
         return self._future.done()
 
 
+class _Replay(Graph):
+    def __init__(self, runtime: CpuRuntime, work: Callable[[], None]) -> None:
+        self._runtime = runtime
+        self._work = work
+
+    def replay(self) -> None:
+        self._runtime._enqueue(self._work)
+
+
 class _Event(Event):
     def __init__(self, runtime: CpuRuntime, futures: list[Future[Any]]) -> None:
         self._runtime = runtime
@@ -120,6 +132,10 @@ class _Event(Event):
 
     def done(self) -> bool:
         return self._futures[-1].done()
+
+    def milliseconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, _Event)
+        return 1e3 * (self._futures[-1].result() - earlier._futures[-1].result())
 
 
 def _without_gradients(work: Callable[[], Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -30,6 +31,10 @@ class Event(ABC):
     @abstractmethod
     def done(self) -> bool:
         """True if `wait` would return at once. Never blocks."""
+
+    def milliseconds_since(self, earlier: Event) -> float:
+        """(optional) Device time between `earlier` and this event of the same runtime, both done; NaN if the device cannot tell."""
+        return math.nan
 
 
 class Graph(ABC):

@@ -34,7 +34,7 @@ class SequenceInputs:
 
     query_len: Tensor  # int64 [S]
     start: Tensor  # int64 [S]: position of the sequence's first row
-    state_slot: Tensor  # int64 [S]
+    state_slot: Tensor  # int64 [S]; 0 marks padding, whose rows store nothing
     block_table: Tensor  # int32 [S, P]
     valid_start: Tensor  # int64 [S]: first position whose window key may be read
     write_start: Tensor  # int64 [S]: rows below it write no page
@@ -116,7 +116,8 @@ def _row_meta(g: BatchGeometry, s: SequenceInputs, layout: _Layout, query_len: T
     positions = layout.start + layout.offset
     ring_base = s.state_slot[sequence] * g.ring
     index = window_index(g, positions, layout.start, layout.first, ring_base, valid_start[sequence])
-    newest = layout.offset >= (query_len - g.ring)[sequence]  # older rows would be overwritten by newer ones of this step
+    # Rows older than the ring would be overwritten by newer ones of this step; rows of state slot 0 are padding.
+    newest = (layout.offset >= (query_len - g.ring)[sequence]) & (ring_base > 0)
     return RowMeta(
         positions=positions,
         sequence=sequence.int(),
@@ -152,15 +153,16 @@ def _entry_meta(g: BatchGeometry, r: int, s: SequenceInputs, rows: RowMeta, layo
     completes = (p + 1) % r == 0
     entry, n = p // r, g.page_tokens // r
     page = s.block_table[sequence, (entry // n).clamp_max(s.block_table.shape[1] - 1)].long()
-    slots = torch.where(completes & (p >= s.write_start[sequence]), page * n + entry % n, -1).int()
+    base = s.state_slot[sequence] * g.compressor_ring
+    writes = completes & (p >= s.write_start[sequence]) & (base > 0)
+    slots = torch.where(writes, page * n + entry % n, -1).int()
     group_start = torch.where(completes, p - (r - 1), 0)
     if r == 1:
         return EntryMeta(slots, group_start, None)
-    base = s.state_slot[sequence] * g.compressor_ring
     member = p[:, None] + torch.arange(1 - r, 1, device=p.device)
     here = g.state_slots * g.compressor_ring + layout.first[:, None] + (member - layout.start[:, None])
     index = torch.where(member >= layout.start[:, None], here, base[:, None] + member % g.compressor_ring)
-    newest = layout.offset >= (s.query_len - g.compressor_ring)[sequence]
+    newest = (layout.offset >= (s.query_len - g.compressor_ring)[sequence]) & (base > 0)
     keep = torch.where(newest, base + p % g.compressor_ring, -1).int()
     return EntryMeta(slots, group_start, CompressorRows(torch.where(completes[:, None], index, -1).int(), keep))
 
