@@ -19,7 +19,7 @@ _CLAIMS = Capabilities(
     index_formats=frozenset({CacheFormat.FP4_INDEX, CacheFormat.BF16, CacheFormat.F32}),
     batch_invariant=True,
     deterministic_sampling=True,
-    graph_capture=False,
+    graph_capture=True,
     async_copy=True,
     collectives=frozenset({"gloo"}),
 )

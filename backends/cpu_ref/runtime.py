@@ -59,7 +59,7 @@ class CpuRuntime(DeviceRuntime):
 
     def capture(self, work: Callable[[], None]) -> Graph:
         """Keeps `work` and runs it again on replay: nothing is gained, but buffers and buckets are handled as on a real device."""
-        self.submit(lambda: work() or {}).wait()
+        self._enqueue(work).result()
         return _Replay(self, work)
 
     def memory(self) -> MemoryInfo:

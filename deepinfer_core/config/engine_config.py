@@ -15,6 +15,7 @@ from deepinfer_core.config.sections import (
     BackendSection,
     CacheSection,
     DeterminismSection,
+    GraphsSection,
     ModelSection,
     ObservabilitySection,
     ParallelSection,
@@ -37,6 +38,7 @@ class EngineConfig(Section):
     backend: BackendSection = Field(default_factory=BackendSection)
     cache: CacheSection = Field(default_factory=CacheSection)
     scheduler: SchedulerSection = Field(default_factory=SchedulerSection)
+    graphs: GraphsSection = Field(default_factory=GraphsSection)
     speculative: SpeculativeSection = Field(default_factory=SpeculativeSection)
     sampling: SamplingSection = Field(default_factory=SamplingSection)
     parallel: ParallelSection = Field(default_factory=ParallelSection)
@@ -73,7 +75,8 @@ class EngineConfig(Section):
     @property
     def num_state_slots(self) -> int:
         """State slots of the caches, slot 0 (never used) included."""
-        return int(self.scheduler.max_num_seqs * self.cache.num_state_slots_ratio) + 1
+        snapshots = self.cache.window_snapshots if self.cache.prefix_caching else 0
+        return int(self.scheduler.max_num_seqs * self.cache.num_state_slots_ratio) + 1 + snapshots
 
     @property
     def backtracking_tokens(self) -> int:
@@ -172,6 +175,11 @@ def _contradictions(config: EngineConfig) -> list[str]:
         problems.append(
             f"speculative.confidence_temperatures has {len(temperatures)} values: expected one, or one for each of the "
             f"speculative.num_draft_tokens = {drafts} positions"
+        )
+    if (scheduler.prefill_truncation_mode == "off") != (scheduler.prefill_keep_tokens == 0):
+        problems.append(
+            f"scheduler.prefill_truncation_mode = {scheduler.prefill_truncation_mode!r} with scheduler.prefill_keep_tokens = "
+            f"{scheduler.prefill_keep_tokens}: set both or neither (the release needs 140 tokens)"
         )
     determinism = config.determinism
     if determinism.deterministic_sampling and not determinism.batch_invariant:

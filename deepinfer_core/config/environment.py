@@ -16,8 +16,10 @@ VARIABLES: dict[str, str] = {
     "ACCELERATOR": "backend.name",  # "nvidia" or "ascend": see ACCELERATORS
     "BATCH_INVARIANT": "determinism.batch_invariant",
     "DECODE_TOKEN_BLACKLIST": "sampling.token_blacklist",
+    "CUDAGRAPH_BATCH_SIZE_INTERVAL": "graphs.batch_size_interval",
     "DFLASH_CONFIDENCE_HEAD_TEMPERATURE": "speculative.confidence_temperatures",
     "ENABLE_MTP_VARLEN": "speculative.enable_varlen",
+    "ENFORCE_EAGER": "graphs.enforce_eager",
     "HF_MODEL_DIR": "model.path",
     "LOGGING_INTERVAL_STEP": "observability.logging_interval_step",
     "MAX_BACKTRACKING_TOKENS": "cache.max_backtracking_tokens",
@@ -26,6 +28,8 @@ VARIABLES: dict[str, str] = {
     "PREFILL_ATTEMPT_INTERVAL": "scheduler.prefill_attempt_interval",
     "PREFILL_MAX_SUM_SEQLEN_K": "scheduler.prefill_max_sum_seqlen_k",
     "USE_NEXTN_DECODE": "speculative.num_draft_tokens",
+    "YOCO_PREFILL_KEEP_TOKENS": "scheduler.prefill_keep_tokens",
+    "YOCO_PREFILL_TRUNCATION_MODE": "scheduler.prefill_truncation_mode",
     "ZERO_OVERHEAD_SCHEDULING": "scheduler.async_scheduling",
 }
 """Variables that have an effect, without the prefix, and the key each one sets."""
@@ -40,14 +44,12 @@ NOT_BUILT: dict[str, str] = {
         "FORCE_LOAD_BALANCE SHOW_EPLB_DETAIL NCCL_MEMORY_SAMPLE_INTERVAL_STEPS RINGBUFFER_WARNING_INTERVAL"
     ),
     "graph capture and its timing curves": (
-        "ENFORCE_EAGER CUDAGRAPH_BATCH_SIZE_INTERVAL DFLASH_ENFORCE_EAGER DFLASH_CUDAGRAPH_BATCH_SIZE_INTERVAL DECODE_PERF_CACHE_DIR "
-        "DECODE_PERF_CACHE_TTL_SEC"
+        "DFLASH_ENFORCE_EAGER DFLASH_CUDAGRAPH_BATCH_SIZE_INTERVAL DECODE_PERF_CACHE_DIR DECODE_PERF_CACHE_TTL_SEC"
     ),
     "kernel workspaces and caches of compiled kernels": "JIT_CACHE_DIR INDEX_ATTN_MEMORY_LIMIT",
     "Engram placement": "ENGRAM_PAD_TOKEN ENGRAM_FORCE_GPU_STORAGE",
     "sampling extras": "COMPUTE_SUM_SMALLER_PROBS SAMPLER_FORCE_TOPK",
     "external cache stores": "PREFILL_STORE_EXTRA_STATE PREFILL_STORE_EXTRA_SIZE",
-    "bounded replay": "YOCO_PREFILL_TRUNCATION_MODE YOCO_PREFILL_KEEP_TOKENS",
     "structured output": "XGRAMMAR_DEBUG XGRAMMAR_TIMEOUT XGRAMMAR_DISABLE_CACHE XGRAMMAR_CACHE_LIMIT_BYTES SO_BUILDER_CPUS",
     "images": "USE_MULTIMODAL_POOL MULTIMODAL_POOL_SIZE_GB MULTI_MODAL_BUFFER_SIZE MULTI_MODAL_WORKER_TIMEOUT",
     "profiling and debugging": (

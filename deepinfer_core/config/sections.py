@@ -72,6 +72,9 @@ class CacheSection(Section):
         default=0, ge=0, description="tokens by which a request's state can go back; at least num_draft_tokens + 1 are kept anyway"
     )
     prefix_caching: bool = Field(default=False, description="reuse the pages of common prompt prefixes")
+    window_snapshots: int = Field(
+        default=0, ge=0, description="prefixes whose window state is kept, for exact hits; a hit without one is replayed approximately"
+    )
 
 
 class SchedulerSection(Section):
@@ -89,7 +92,20 @@ class SchedulerSection(Section):
     prefill_any_attempt_interval: int = Field(default=100, ge=1, description="decode steps between tries to prefill if any rank wants to")
     async_scheduling: bool = Field(default=True, description="plan a step while the one before it still runs")
     stop_preempted_request: bool = Field(default=False, description="a request that loses its pages ends, instead of being recomputed")
+    prefill_truncation_mode: Literal["off", "mask", "compact"] = Field(
+        default="off", description="decoder layers see only the end of a prompt: 'compact' skips the other rows, 'mask' is its slow oracle"
+    )
+    prefill_keep_tokens: int = Field(
+        default=0, ge=0, description="prompt tokens that decoder layers see; at least sliding window + backtracking (140 for the release)"
+    )
     prefill_max_sum_seqlen_k: int = Field(default=2**30, ge=1, description="cap on the summed sequence lengths of one prefill step")
+
+
+class GraphsSection(Section):
+    """Captured decode steps."""
+
+    enforce_eager: bool | None = Field(default=None, description="no graph capture; unset: eager on a CPU, graphs elsewhere")
+    batch_size_interval: int = Field(default=8, ge=1, description="rows between two captured sizes")
 
 
 class SpeculativeSection(Section):

@@ -7,18 +7,21 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from deepinfer_core.cache.pages import PagePool, SlotPool
 from deepinfer_core.engine.outputs import Delta, RequestOutput, SampleOutput, Timing, TokenLogprob
-from deepinfer_core.engine.plan import RequestUpdate
+from deepinfer_core.engine.plan import RequestUpdate, StepResult
 from deepinfer_core.engine.request import Finished, FinishReason, RequestSpec
 from deepinfer_core.engine.results import StepPayload, TokenScores
-from deepinfer_core.engine.runner import Runner, StepHandle
+from deepinfer_core.engine.runner import Runner, RunnerOptions, StepHandle
 from deepinfer_core.engine.scheduler import Scheduler
 from deepinfer_core.engine.startup import EngineParts
 from deepinfer_core.engine.text import OutputText
+from deepinfer_core.engine.times import StepTimes, statistics
+from deepinfer_core.engine.warmup import warm_up
 from deepinfer_core.errors import EngineError, RequestError
 from deepinfer_core.sampling import Sampler, SamplerOptions, SamplingParams, SamplingState, parse_blacklist, request_seed
 
@@ -66,13 +69,16 @@ class Engine:
         self.parts = parts
         config, limits = parts.config, parts.limits
         self.pages, self.slots = PagePool(parts.sizes.pages), SlotPool(parts.sizes.state_slots)
-        self.scheduler = Scheduler(limits, self.pages, self.slots, parts.identity)
         options = SamplerOptions(
             blacklist=parse_blacklist(config.sampling.token_blacklist, limits.vocab_size), logprobs_mode=config.sampling.logprobs_mode
         )
         sampler = Sampler(parts.kernels, limits.vocab_size, options)
-        temperatures = config.speculative.confidence_temperatures
-        self.runner = Runner(parts.loaded, sampler, parts.runtime, temperatures, limits.num_draft_tokens)
+        compact = config.scheduler.prefill_truncation_mode == "compact"
+        runner_options = RunnerOptions(limits.num_draft_tokens, config.speculative.confidence_temperatures, compact)
+        self.runner = Runner(parts.loaded, sampler, parts.runtime, runner_options)
+        self.times = StepTimes()
+        self.costs = warm_up(self.runner, parts)
+        self.scheduler = Scheduler(limits, self.pages, self.slots, parts.identity, self.costs)
         self._requests: dict[str, _Request] = {}
         self._samples: dict[str, _Sample] = {}
         self._in_flight: StepHandle | None = None
@@ -167,6 +173,16 @@ class Engine:
             self._finish(key, FinishReason.ERROR, str(self._failure or "the engine was closed"), outputs)
         return outputs.finished
 
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start, and mean milliseconds of the newest steps."""
+        return statistics(self.scheduler.stats(), self.times, self.parts.limits)
+
+    def record_timeline(self) -> None:
+        """Starts a timeline of host and device work. Waits for the device once."""
+        event = self.parts.runtime.record()
+        event.wait()
+        self.times.record_timeline(event)
+
     def close(self) -> None:
         """Frees the device; nothing can be run afterwards. Idempotent."""
         self._failure = self._failure or EngineError("the engine was closed; build a new one")
@@ -195,23 +211,39 @@ class Engine:
 
     def _advance(self, outputs: StepOutputs) -> None:
         previous, self._in_flight = self._in_flight, None
-        plan = self.scheduler.plan()
-        handle = self.runner.forward(plan) if plan is not None else None
+        with self.times.span("plan"):
+            plan = self.scheduler.plan()
+        handle = None
+        if plan is not None:
+            with self.times.span("launch_forward"), self.parts.runtime.forbid_sync():
+                handle = self.runner.forward(plan)
         involved = {key: self._samples[key] for key in plan.requests} if plan is not None else {}  # the commit below may end some
         accepted = None
         if previous is not None:
             accepted = self._commit(previous, outputs)
         if handle is not None:
-            self.runner.sample(handle, involved, accepted)
+            with self.times.span("launch_sample"):
+                self.runner.sample(handle, involved, accepted)
             if self.parts.limits.asynchronous:
                 self._in_flight = handle
             else:
                 self._commit(handle, outputs)
         self._report(self.scheduler.drain(), outputs)
+        interval = self.parts.config.observability.logging_interval_step
+        if plan is not None and interval > 0 and plan.step % interval == 0 and not self.parts.config.observability.disable_log_stats:
+            log.info("event=stats step=%d %s", plan.step, " ".join(f"{name}={value}" for name, value in self.stats().items()))
 
     def _commit(self, handle: StepHandle, outputs: StepOutputs) -> np.ndarray:
         """Takes a step's results. Returns the drafts accepted, by sequence of its plan."""
-        result = handle.wait()
+        with self.times.span("wait"):
+            result = handle.wait()
+        with self.times.span("commit"):
+            return self._commit_result(handle, result, outputs)
+
+    def _commit_result(self, handle: StepHandle, result: StepResult, outputs: StepOutputs) -> np.ndarray:
+        cost = self.times.finish(handle)
+        if self.costs is not None and cost.decodes:
+            self.costs.observe(cost.rows, cost.sequences, cost.forward, cost.sample)
         updates = self.scheduler.commit(handle.plan, result)
         for warning in updates.warnings:
             log.warning("event=draft_warning step=%d message=%s", handle.plan.step, warning)

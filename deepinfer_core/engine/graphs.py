@@ -11,6 +11,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -58,8 +59,8 @@ class DecodeGraphs:
         for size in reversed(self.sizes):
             bucket = self._buckets[size]
             try:
-                self._runtime.submit(lambda bucket=bucket: self._run(bucket)).wait()
-                bucket.graph = self._runtime.capture(lambda bucket=bucket: self._run(bucket) and None)
+                self._runtime.submit(partial(self._warm, bucket)).wait()
+                bucket.graph = self._runtime.capture(partial(self._run, bucket))
             except Exception as error:  # noqa: BLE001 whatever a device raises, eager execution is still there
                 bucket.graph = None
                 failed.append(size)
@@ -69,8 +70,12 @@ class DecodeGraphs:
 
     def run(self, inputs: SequenceInputs, size: int) -> ForwardResult:
         """Enqueues a decode step; rows behind the step's own are padding. The result is valid until the bucket runs again."""
+        self._fill(self._buckets[size].inputs, inputs, size)
+        return self.run_again(size)
+
+    def run_again(self, size: int) -> ForwardResult:
+        """Enqueues a bucket with whatever its buffers hold: padding only, before its first step."""
         bucket = self._buckets[size]
-        self._fill(bucket.inputs, inputs, size)
         if bucket.graph is None:
             self._run(bucket)
         else:
@@ -78,13 +83,12 @@ class DecodeGraphs:
         assert bucket.result is not None
         return bucket.result
 
-    def padded(self, size: int) -> SequenceInputs:
-        """The buffers of a bucket, for profiling."""
-        return self._buckets[size].inputs
-
     @torch.inference_mode()
-    def _run(self, bucket: _Bucket) -> dict[str, Tensor]:
+    def _run(self, bucket: _Bucket) -> None:
         bucket.result = self._forward(bucket.inputs)
+
+    def _warm(self, bucket: _Bucket) -> dict[str, Tensor]:
+        self._run(bucket)
         return {}
 
     def _fill(self, buffers: SequenceInputs, inputs: SequenceInputs, size: int) -> None:
@@ -121,4 +125,3 @@ def _padding(size: int, pages: int, history: int, device: torch.device) -> Seque
         history=zeros(size, history) - 1,
         tokens=zeros(size),
     )
-

@@ -53,7 +53,7 @@ class LLM:
             self.parts = start(self.resolved.config, lambda part: bar.update())
         self.engine = Engine(self.parts)
         try:
-            self.default_params = _generation_defaults(self.parts.model_path)
+            self.default_params = {**_generation_defaults(self.parts.model_path), **self.resolved.config.sampling.request_defaults}
         except BaseException:
             self.engine.close()
             raise
@@ -164,6 +164,20 @@ class LLM:
         Raises RequestError if a sequence is empty, too long, or has ids outside the vocabulary; EngineError if requests are running.
         """
         return [score(self.engine, sequence) for sequence in sequences]
+
+    # ------------------------------------------------------------------ what happened
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start and mean step times of the newest steps, by the names of docs/observability.md."""
+        return self.engine.stats()
+
+    def record_timeline(self) -> None:
+        """Starts recording every span of host and device work."""
+        self.engine.record_timeline()
+
+    def write_timeline(self, path: str | Path) -> None:
+        """Writes what `record_timeline` recorded, in the Chrome trace format."""
+        self.engine.times.write_timeline(Path(path))
 
     # ------------------------------------------------------------------ life
 

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer_core.backend.runtime import DeviceRuntime, PendingCopy
+from deepinfer_core.backend.runtime import DeviceRuntime, Event, PendingCopy
+from deepinfer_core.engine.graphs import DecodeGraphs
 from deepinfer_core.engine.plan import StepPlan, StepResult
 from deepinfer_core.engine.results import DeviceOutputs, DeviceStep, host_result
 from deepinfer_core.model.batch import SequenceInputs, Truncation
@@ -31,9 +32,14 @@ from deepinfer_core.sampling.batch import SamplingBatch
 class SampledRequest(Protocol):
     """What the runner asks of a request that takes part in a step."""
 
-    prompt: np.ndarray
-    sampling: SamplingState
-    stop_ids: Sequence[int]
+    @property
+    def prompt(self) -> np.ndarray: ...
+
+    @property
+    def sampling(self) -> SamplingState: ...
+
+    @property
+    def stop_ids(self) -> Sequence[int]: ...
 
 
 @dataclass
@@ -41,13 +47,14 @@ class StepHandle:
     """A step on its way."""
 
     plan: StepPlan
-    query_len: PendingCopy | None  # rows as the device spread them; None: as planned
+    query_len: PendingCopy | None = None  # rows as the device spread them; None: as planned
     launched: PendingCopy | None = None  # nothing but the success of the first half
     forward: ForwardResult | None = None  # set by device work
     start: Tensor | None = None  # int64 [S], set by device work: true position of each sequence's first row
     tokens: Tensor | None = None  # int64 [T], set by device work
     device: DeviceStep | None = None  # set by device work
     outputs: PendingCopy | None = None
+    marks: list[Event] = field(default_factory=list)  # before the forward, after it, before sampling, after drafting
     rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # rows of each sequence, once known
 
     def wait(self) -> StepResult:
@@ -58,29 +65,47 @@ class StepHandle:
         return host_result(self.plan, self.rows, self.outputs.wait())
 
 
+@dataclass(frozen=True)
+class RunnerOptions:
+    """Settings of a runner."""
+
+    num_draft_tokens: int = 0
+    temperatures: Sequence[float] = (1.0,)  # of the confidence head: one, or one per draft position
+    compact: bool = True  # decoder-side replay drops rows; False: it masks them
+
+
 class Runner:
     """Runs steps on one device, in the order in which they are handed over."""
 
-    def __init__(self, loaded: LoadedModel, sampler: Sampler, runtime: DeviceRuntime, temperatures: Sequence[float], nextn: int) -> None:
+    def __init__(self, loaded: LoadedModel, sampler: Sampler, runtime: DeviceRuntime, options: RunnerOptions) -> None:
         self.loaded, self.sampler, self.runtime = loaded, sampler, runtime
-        self.nextn = nextn
-        self.temperatures = list(temperatures) * (nextn if len(temperatures) == 1 else 1)
+        self.nextn, self.compact = options.num_draft_tokens, options.compact
+        temperatures = options.temperatures
+        self.temperatures = list(temperatures) * (self.nextn if len(temperatures) == 1 else 1)
         self._previous: StepHandle | None = None
         self._draft_log_probs: Tensor | None = None  # float32 [state slots, D, V]: only once a sampled request drafts
-        self.compact = True
+        self.graphs: DecodeGraphs | None = None
+
+    def use_graphs(self, sizes: list[int], max_positions: int) -> DecodeGraphs:
+        """Runs decode steps in buckets of the given sizes from now on. The caller captures them."""
+        pages = self.loaded.layout.pages_for(max_positions)
+        history = max(self.loaded.config.engram_max_ngram_size - 1, 0)
+        self.graphs = DecodeGraphs(self.runtime, self._run_model, sizes, pages, history)
+        return self.graphs
 
     # ------------------------------------------------------------------ first half
 
     def forward(self, plan: StepPlan) -> StepHandle:
         """Enqueues everything up to the hidden states of `plan`."""
         previous = self._previous
-        handle = StepHandle(plan, None)
+        handle = StepHandle(plan, marks=[self.runtime.record()])
         if plan.reallocate_drafts >= 0:
             spread: dict[str, Tensor] = {}
             handle.query_len = self.runtime.submit(lambda: self._spread(plan, previous, spread))
             handle.launched = self.runtime.submit(lambda: self._forward(handle, previous, spread["query_len"]))
         else:
             handle.launched = self.runtime.submit(lambda: self._forward(handle, previous, None))
+        handle.marks.append(self.runtime.record())
         self._previous = handle
         return handle
 
@@ -116,12 +141,19 @@ class Runner:
         handle.start, handle.tokens = device["start"], device["tokens"]
         device["tokens"] = device["tokens"].clamp_min(0)  # a draft that does not exist is never accepted: any id will do
         table, truncation = self._upload(plan.block_table), self._truncation(plan, keep_from)
-        batch = self.loaded.batch(SequenceInputs(**device, block_table=table, truncation=truncation))
-        result = self.loaded.model.forward(batch, caches)
-        if self.loaded.drafter is not None and result.features is not None:
-            self.loaded.drafter.feed(result.features, batch.decoder_rows or batch.rows, caches)
-        handle.forward = result
+        inputs = SequenceInputs(**device, block_table=table, truncation=truncation)
+        size = None
+        if self.graphs is not None and not plan.is_prefill.any():
+            size = self.graphs.size_for(len(plan.tokens))
+        handle.forward = self._run_model(inputs) if size is None or self.graphs is None else self.graphs.run(inputs, size)
         return {}
+
+    def _run_model(self, inputs: SequenceInputs) -> ForwardResult:
+        batch = self.loaded.batch(inputs)
+        result = self.loaded.model.forward(batch, self.loaded.caches)
+        if self.loaded.drafter is not None and result.features is not None:
+            self.loaded.drafter.feed(result.features, batch.decoder_rows or batch.rows, self.loaded.caches)
+        return result
 
     def _complete(self, plan: StepPlan, previous: DeviceStep, device: dict[str, Tensor]) -> None:
         """Replaces what the host did not know: see the module docstring of `deepinfer_core.engine.plan`."""
@@ -174,7 +206,9 @@ class Runner:
         rows = [RequestRows(requests[plan.requests[s]].sampling, int(first[s]), int(drafts[s])) for s in sampled]
         scored = [(int(s), requests[plan.requests[s]]) for s in np.flatnonzero(plan.logprob_start >= 0)]
         stops = [requests[plan.requests[s]].stop_ids for s in sampled]
+        handle.marks.append(self.runtime.record())
         handle.outputs = self.runtime.submit(lambda: self._sample(handle, sampled, rows, stops, scored))
+        handle.marks.append(self.runtime.record())
 
     @torch.inference_mode()
     def _sample(

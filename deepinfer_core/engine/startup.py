@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepinfer_core.backend.base import Backend
 from deepinfer_core.backend.capabilities import Capabilities
 from deepinfer_core.backend.formats import CacheFormat, Numerics
 from deepinfer_core.backend.kernels import Kernels
 from deepinfer_core.backend.ops import refuse_inherited
-from deepinfer_core.backend.registry import Registry, Selected, discover
+from deepinfer_core.backend.registry import Selected, discover
+from deepinfer_core.backend.requirements import check_requirements
 from deepinfer_core.backend.runtime import DeviceRuntime
 from deepinfer_core.cache.layout import CacheLayout
 from deepinfer_core.checkpoint.geometries import shipped_checkpoint
@@ -55,8 +55,9 @@ def start(config: EngineConfig, progress: Callable[[str], None] = lambda part: N
     model = ModelConfig.load(path)
     tokenizer_path = path if config.model.tokenizer is None else resolve_model(config.model.tokenizer, config.model.tokenizer_revision)
     tokenizer = Tokenizer.load(tokenizer_path, model)
-    formats = cache_formats(config, model.text_config, backend.name, claims)
-    check_claims(config, model.text_config, backend, claims, registry)
+    check_requirements(config, selected, registry)
+    check_model(config, model.text_config)
+    formats = cache_formats(config, model.text_config, claims, backend.name)
     source = DummyCheckpoint(model, config.model.seed, path) if config.model.load_format == "dummy" else Checkpoint.open(path)
     limits = scheduler_limits(config, model.text_config)
     drafts = config.speculative.num_draft_tokens
@@ -77,38 +78,26 @@ def start(config: EngineConfig, progress: Callable[[str], None] = lambda part: N
     return EngineParts(config, model, path, tokenizer, selected, kernels, runtime, loaded, limits, sizes, identity)
 
 
-def cache_formats(config: EngineConfig, text: TextConfig, name: str, claims: Capabilities) -> CacheFormats:
-    """The storage formats that the configuration asks for. Raises ConfigError if the backend does not store one of them."""
+def cache_formats(config: EngineConfig, text: TextConfig, claims: Capabilities, name: str) -> CacheFormats:
+    """The storage formats to use: those asked for (already checked), else the model's own. Raises ConfigError if these are not stored."""
     default = CacheFormats.default(text, Numerics(config.model.numerics))
     problems, chosen = [], {}
-    for kind, known in (("window", claims.window_formats), ("entry", claims.entry_formats), ("index", claims.index_formats)):
-        wanted = getattr(config.cache, f"{kind}_format")
+    for kind in ("window", "entry", "index"):
+        wanted, known = getattr(config.cache, f"{kind}_format"), getattr(claims, f"{kind}_formats")
         chosen[kind] = getattr(default, kind) if wanted == "auto" else CacheFormat(wanted)
         if chosen[kind] not in known:
             problems.append(
-                f"cache.{kind}_format = {chosen[kind].value!r}: backend {name!r} stores {', '.join(sorted(known)) or 'none'}; "
-                "choose one of them"
+                f"cache.{kind}_format: the model's is {chosen[kind].value!r}, backend {name!r} stores {', '.join(sorted(known))}; "
+                "set the key to one of these"
             )
     if problems:
         raise ConfigError(problems)
     return CacheFormats(**chosen)
 
 
-def check_claims(config: EngineConfig, text: TextConfig, backend: Backend, claims: Capabilities, registry: Registry) -> None:
-    """Raises ConfigError listing every feature that the configuration asks for and the backend or the checkpoint lacks."""
+def check_model(config: EngineConfig, text: TextConfig) -> None:
+    """Raises ConfigError listing everything the configuration asks for and the checkpoint does not have."""
     problems = []
-
-    def need(asked: bool, key: str, has: Callable[[Capabilities], bool]) -> None:
-        if asked and not has(claims):
-            others = sorted(name for name, found in registry.backends.items() if has(found.claims()))
-            problems.append(f"{key}: backend {backend.name!r} does not claim it; backends that do: {', '.join(others) or 'none'}")
-
-    need(config.determinism.batch_invariant, "determinism.batch_invariant = true", lambda c: c.batch_invariant)
-    need(config.determinism.deterministic_sampling, "determinism.deterministic_sampling = true", lambda c: c.deterministic_sampling)
-    numerics = Numerics(config.model.numerics)
-    need(True, f"model.numerics = {numerics.value!r}", lambda c: numerics in c.numerics)
-    if claims.max_context is not None and config.model.max_model_len > claims.max_context:
-        problems.append(f"model.max_model_len = {config.model.max_model_len}: backend {backend.name!r} goes up to {claims.max_context}")
     if config.model.max_model_len > text.max_position_embeddings:
         problems.append(
             f"model.max_model_len = {config.model.max_model_len} exceeds the checkpoint's max_position_embeddings = "
@@ -119,6 +108,12 @@ def check_claims(config: EngineConfig, text: TextConfig, backend: Backend, claim
         problems.append(f"speculative.num_draft_tokens = {drafts}: the checkpoint has no draft blocks; set it to 0")
     elif drafts > text.dspark_block_size:
         problems.append(f"speculative.num_draft_tokens = {drafts}: the drafter's block holds {text.dspark_block_size}; lower it to that")
+    if config.scheduler.prefill_truncation_mode != "off":
+        boundary = text.boundary
+        if boundary is None or any(layer >= boundary for layer in text.engram_layer_ids):
+            problems.append("scheduler.prefill_truncation_mode: Engram layers must lie before the decoder half; switch it off")
+        elif drafts and any(layer < boundary for layer in text.dspark_target_layer_ids):
+            problems.append("scheduler.prefill_truncation_mode: the drafter's target layers must lie in the decoder half; switch it off")
     if problems:
         raise ConfigError(problems)
 
@@ -140,7 +135,9 @@ def scheduler_limits(config: EngineConfig, text: TextConfig) -> SchedulerLimits:
         varlen_verification=config.speculative.enable_varlen,
         recompute_preempted=not s.stop_preempted_request,
         max_backtracking=config.cache.max_backtracking_tokens,
+        keep_tokens=s.prefill_keep_tokens,
         prefix_cache=config.cache.prefix_caching,
+        window_snapshots=config.cache.window_snapshots,
         max_prefill_seqlen=s.prefill_max_sum_seqlen_k,
         prefill_interval=s.prefill_attempt_interval,
         prefill_any_interval=s.prefill_any_attempt_interval,

@@ -83,7 +83,7 @@ def test_failures_are_exit_code_1(error, code, text, monkeypatch, capsys):
 
 def test_config_prints_values_and_sources(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("DEEPINFER_USE_NEXTN_DECODE", "2")
-    monkeypatch.setenv("DEEPINFER_ENFORCE_EAGER", "1")
+    monkeypatch.setenv("DEEPINFER_SHOW_EPLB_DETAIL", "1")
     file = tmp_path / "engine.yaml"
     file.write_text("scheduler: {max_num_seqs: 4}", encoding="utf-8")
     assert _app.run(["config", "-c", str(file), "-b", "cpu_ref", "-s", "model.seed=7"]) == 0
@@ -93,7 +93,7 @@ def test_config_prints_values_and_sources(capsys, monkeypatch, tmp_path):
     assert lines[("max_num_seqs:", "4")] == f"file {file}"
     assert lines[("name:", '"cpu_ref"')] == lines[("seed:", "7")] == "flag"
     assert lines[("max_model_len:", "4096")] == "default"
-    assert "note: DEEPINFER_ENFORCE_EAGER is set but has no effect" in captured.err
+    assert "note: DEEPINFER_SHOW_EPLB_DETAIL is set but has no effect" in captured.err
 
 
 def test_config_json(capsys):

@@ -191,6 +191,10 @@ def test_null_in_a_file_overrides_a_keyword(tmp_path):
         ("PREFILL_ATTEMPT_INTERVAL", "5", "scheduler.prefill_attempt_interval", 5),
         ("PREFILL_MAX_SUM_SEQLEN_K", "8192", "scheduler.prefill_max_sum_seqlen_k", 8192),
         ("USE_NEXTN_DECODE", "5", "speculative.num_draft_tokens", 5),
+        ("ENFORCE_EAGER", "1", "graphs.enforce_eager", True),
+        ("CUDAGRAPH_BATCH_SIZE_INTERVAL", "4", "graphs.batch_size_interval", 4),
+        ("YOCO_PREFILL_TRUNCATION_MODE", "off", "scheduler.prefill_truncation_mode", "off"),
+        ("YOCO_PREFILL_KEEP_TOKENS", "0", "scheduler.prefill_keep_tokens", 0),
         ("ZERO_OVERHEAD_SCHEDULING", "False", "scheduler.async_scheduling", False),
     ],
 )
@@ -230,10 +234,10 @@ def test_bad_variables(name, text, pattern):
 
 def test_variables_without_effect_are_noted():
     notes = resolve_config(
-        env={"DEEPINFER_ENFORCE_EAGER": "1", "DEEPINFER_BATCH_INVARIANTS": "1", "DEEPINFER_OF_A_PLUGIN": "1", "OTHER": "1"}
+        env={"DEEPINFER_SHOW_EPLB_DETAIL": "1", "DEEPINFER_BATCH_INVARIANTS": "1", "DEEPINFER_OF_A_PLUGIN": "1", "OTHER": "1"}
     ).notes
     assert len(notes) == 2
-    assert "DEEPINFER_ENFORCE_EAGER is set but has no effect: it concerns graph capture" in "\n".join(notes)
+    assert "DEEPINFER_SHOW_EPLB_DETAIL is set but has no effect: it concerns expert balancing" in "\n".join(notes)
     assert "did you mean 'DEEPINFER_BATCH_INVARIANT'" in "\n".join(notes)
 
 

@@ -110,9 +110,22 @@ def test_forbidden_waits_raise_whether_or_not_they_would_block(runtime):
     assert pending.wait() == {}
 
 
-def test_closed_and_foreign_devices_and_graphs_are_refused(runtime):
-    with pytest.raises(BackendError, match="does not capture graphs"):
-        runtime.capture(lambda: None)
+def test_a_captured_graph_runs_its_work_again_in_order(runtime):
+    seen = []
+    graph = runtime.capture(lambda: seen.append(len(seen)))
+    assert seen == [0]
+    graph.replay()
+    runtime.submit(lambda: seen.append("after") or {}).wait()
+    assert seen == [0, 1, "after"]
+
+
+def test_events_tell_the_time_between_them(runtime):
+    first, second = runtime.record(), runtime.record()
+    second.wait()
+    assert 0 <= second.milliseconds_since(first) < 60_000
+
+
+def test_closed_and_foreign_devices_are_refused(runtime):
     with pytest.raises(BackendError, match=r"no runtime for device 'cuda:0'.*set backend.device"):
         CpuRuntime("cuda:0")
     runtime.close()
