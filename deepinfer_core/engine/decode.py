@@ -69,9 +69,9 @@ class DecodePlanner:
         growing = np.flatnonzero(missing > 0)
         if not len(growing):
             return np.arange(len(rows))
-        outputs = table.length[rows] - table.prompt_len[rows]
-        for i in sorted(growing, key=lambda i: (outputs[i], table.order[rows[i]])):  # fewest outputs first
-            row, count = int(rows[i]), int(missing[i])
+        needy = rows[growing]
+        fewest_first = growing[np.lexsort((table.order[needy], table.length[needy] - table.prompt_len[needy]))]
+        for row, count in zip(rows[fewest_first].tolist(), missing[fewest_first].tolist(), strict=True):
             while table.state[row] == RUNNING and not ledger.pages.can_allocate(count):
                 ledger.preempt(self._victim())
             if table.state[row] == RUNNING:

@@ -17,7 +17,7 @@ With asynchronous scheduling a plan is made while the previous one is still runn
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -70,10 +70,9 @@ class StepPlan:
     rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # int64 [S] private to the scheduler
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
+        for value in vars(self).values():
             if isinstance(value, np.ndarray):
-                value.flags.writeable = False
+                value.setflags(write=False)
 
     @property
     def num_sequences(self) -> int:

@@ -126,25 +126,23 @@ class RequestTable:
         del self._known[row]
 
     def tokens(self, row: int, begin: int, end: int) -> np.ndarray:
-        """Known ids at positions begin .. end-1."""
+        """Known ids at positions begin .. end-1; may be a view."""
         request = self.requests[row]
         assert request is not None
         prompt_len = len(request.prompt)
         outputs = self._outputs[row, max(begin - prompt_len, 0) : max(end - prompt_len, 0)]
-        return np.concatenate([request.prompt[begin:end], outputs])
+        return outputs if begin >= prompt_len else np.concatenate([request.prompt[begin:end], outputs])
 
     def append(self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
         """Appends tokens[i, :counts[i]] to the outputs of rows[i]."""
         if not len(rows):
             return
         first = self.length[rows] - self.prompt_len[rows]
-        self._reserve(int((first + counts).max()))
+        self._reserve(int(first.max()) + tokens.shape[1])
         width = self.tail.shape[1]
         wide = np.concatenate([self.tail[rows], tokens], axis=1)
         self.tail[rows] = wide[np.arange(len(rows))[:, None], counts[:, None] + np.arange(width)]
-        column = np.arange(tokens.shape[1])
-        kept = column < counts[:, None]
-        self._outputs[np.repeat(rows, counts), (first[:, None] + column)[kept]] = tokens[kept]
+        self._outputs[rows[:, None], first[:, None] + np.arange(tokens.shape[1])] = tokens  # what lies behind the counts is never read
         self.length[rows] += counts
 
     def truncate(self, row: int, num_outputs: int) -> None:

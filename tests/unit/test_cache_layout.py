@@ -9,6 +9,7 @@ import pytest
 
 from deepinfer_core.backend.formats import CacheFormat
 from deepinfer_core.cache import CacheLayout, CacheLayoutError, state_slots
+from deepinfer_core.checkpoint.geometries import geometry
 
 FP8, FP4, INDEX, BF16, F32 = CacheFormat.FP8, CacheFormat.FP4, CacheFormat.FP4_INDEX, CacheFormat.BF16, CacheFormat.F32
 
@@ -59,6 +60,11 @@ def test_released_sizes_in_the_default_formats():
     assert (report.compressor_rows, report.compressor_bytes) == ((7, 7, 7), 86_016)
     assert report.slot_bytes == 3_128_928
     assert report.per_layer == ((2, 144, 34), (8, 144, 34), (14, 144, 34), (20, 288, 68))
+
+
+def test_the_stand_in_config_equals_the_real_one():
+    real = CacheLayout.of(geometry("flash").text_config, FP8, FP4, INDEX, num_draft_tokens=5)
+    assert real == CacheLayout.of(RELEASE, FP8, FP4, INDEX, num_draft_tokens=5)
 
 
 @pytest.mark.parametrize(
