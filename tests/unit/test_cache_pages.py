@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_core.cache import CacheAccountingError, PagePool, SlotPool
@@ -83,6 +83,7 @@ def test_slots():
         SlotPool(1)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("ahsrkf"), st.integers(0, 7)), max_size=60))
 def test_random_use_never_loses_a_page(ops):
     pool = PagePool(7)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_core.cache import Hit, PagePool, PrefixIndex, Reuse, choose_hit
@@ -134,6 +134,7 @@ def test_a_hit_never_ends_and_never_starts_inside_an_image():
     assert choose_hit(1024, 2000, RELEASE, [1024, 512], spans=[(1000, 1030), (700, 1020)]) == Hit(512, 512, True)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 300), st.sampled_from([0, 5, 17]), st.booleans(), st.sets(st.integers(0, 40)), st.integers(1, 12))
 def test_rules_of_a_hit_hold_for_any_sizes(pages, prompt, keep, replay, snapshots, window):
     reuse = Reuse(page_tokens=8, window=window, keep_tokens=keep, replay=replay)

@@ -227,6 +227,19 @@ def test_a_window_snapshot_makes_a_hit_exact():
     assert (ends["warm"].cached_tokens, ends["warm"].replayed) == (12, False)
 
 
+def test_windows_of_a_failed_request_never_become_a_snapshot():
+    scheduler = make(prefix_cache=True, window_snapshots=2, asynchronous=True)
+    scheduler.add(spec("bad", 14))
+    first = scheduler.plan()
+    scheduler.add(spec("good", 14))
+    second = scheduler.plan()  # copies the windows of "bad", and computes the same pages for "good"
+    assert [copy.source for copy in second.slot_copies] == [first.state_slot[0]]
+    scheduler.commit(first, answer(first, errors={0: "logits are not finite"}))
+    scheduler.commit(second, answer(second))
+    prefix = scheduler._ledger.prefix
+    assert (len(prefix), prefix.num_snapshots) == (3, 0)
+
+
 def run_out_from(scheduler, plan):
     """Commits `plan`, then steps until nothing is unfinished."""
     return [*scheduler.commit(plan, answer(plan)).finished, *run_out(scheduler)]

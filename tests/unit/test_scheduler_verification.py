@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scheduler_bench import answer, make, spec
@@ -52,6 +52,7 @@ survivals = arrays(np.float32, st.tuples(st.integers(1, 6), st.integers(1, 5)), 
 )
 
 
+@settings(deadline=None)
 @given(survivals, st.integers(0, 30))
 def test_allocation_ranks_by_value_then_flat_index(survival, budget):
     budget = min(budget, survival.size)
@@ -63,6 +64,7 @@ def test_allocation_ranks_by_value_then_flat_index(survival, budget):
         assert (allocate_drafts(survival, budget + 1) >= drafts).all()  # monotone in the budget
 
 
+@settings(deadline=None)
 @given(survivals, st.integers(0, 29), st.data())
 def test_later_confidences_never_decide_about_a_draft(survival, budget, data):
     """T-19: changing what comes behind draft j of a request does not change whether j is verified."""
@@ -74,6 +76,7 @@ def test_later_confidences_never_decide_about_a_draft(survival, budget, data):
     assert (allocate_drafts(survival, budget)[r] > j) == (allocate_drafts(changed, budget)[r] > j)
 
 
+@settings(deadline=None)
 @given(survivals)
 def test_the_budget_stays_within_the_buckets(survival):
     requests, drafts = survival.shape
@@ -184,6 +187,7 @@ class TestVote:
         assert [d for d in range(1, 301) if prefill_vote(d, [True, False])] == [100, 200, 300]
         assert not any(prefill_vote(d, [False, False]) for d in range(301))
 
+    @settings(deadline=None)
     @given(st.integers(0, 2000), st.integers(1, 50), st.integers(1, 50))
     def test_ranks_exchange_only_where_the_answer_can_be_yes(self, steps, every, any_every):
         if not is_vote_point(steps, every, any_every):
