@@ -37,13 +37,18 @@ def _gate_up(
     scale_rows = x_scales + row.to(tl.int64) * (inputs // 32) if X_SCALED else x
     gate = tl.zeros((N, R), tl.float32)
     up = tl.zeros((N, R), tl.float32)
-    for tile in range(0, tl.cdiv(inputs, 128)):
-        gate = tile_product(
-            gate, weight, scales, tile, n, 2 * width, x_rows, scale_rows, mask, inputs, FORMAT, PACKED, X_SCALED, EVEN
-        )
-        up = tile_product(
-            up, weight, scales, tile, n + width, 2 * width, x_rows, scale_rows, mask, inputs, FORMAT, PACKED, X_SCALED, EVEN
-        )
+    tiles = tl.cdiv(inputs, 128)
+    if X_SCALED:
+        # Triton 3.6 does not compile two block-scaled products in one loop for SM100.
+        for tile in range(0, tiles):
+            gate = tile_product(gate, weight, scales, tile, n, 2 * width, x_rows, scale_rows, mask, inputs, FORMAT, PACKED, True, EVEN)
+        n += width
+        for tile in range(0, tiles):
+            up = tile_product(up, weight, scales, tile, n, 2 * width, x_rows, scale_rows, mask, inputs, FORMAT, PACKED, True, EVEN)
+    else:
+        for tile in range(0, tiles):
+            gate = tile_product(gate, weight, scales, tile, n, 2 * width, x_rows, x, mask, inputs, FORMAT, PACKED, False, EVEN)
+            up = tile_product(up, weight, scales, tile, n + width, 2 * width, x_rows, x, mask, inputs, FORMAT, PACKED, False, EVEN)
     return tl.trans(gate), tl.trans(up)
 
 

@@ -1,0 +1,184 @@
+"""Hyper-connections: coefficients, collapse and mixing of the residual streams.
+
+`hc_pre` reads the streams once. A first kernel takes a slice of the channels of all streams: its part of the product with `fn`, of the
+sums of squares, and its columns of the collapsed input. A second one adds the parts up in order, a row each, and normalises.
+The product is exact in float32 although it runs on bfloat16 tensor cores: streams are bfloat16, and `fn` is split into three bfloat16 terms.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from deepinfer_backends.cuda_sm100.activations import QuantizedRows, store_quantized
+from deepinfer_backends.cuda_sm100.launch import ceil_div, launch, power_of_two
+from torch import Tensor
+
+from deepinfer_core.backend.types import HcConstants, HcInput, HcWeights
+
+_CHANNELS = 128  # channels of one slice
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _mix_kernel(
+    streams, pre, fn, parts, x, rows, size, stride, COLUMNS: tl.constexpr, M: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """One slice of C channels for R rows. parts [slices, rows, W]: mix columns, then sum of f^2, then sum of x^2."""
+    r = tl.program_id(0) * R + tl.arange(0, R)
+    channel = tl.program_id(1) * C + tl.arange(0, C)
+    column = tl.arange(0, W)
+    inside = (r < rows)[:, None] & (channel < size)[None, :]
+    mix = tl.zeros((W, R), tl.float32)
+    squares = tl.zeros((R, C), tl.float32)
+    collapsed = tl.zeros((R, C), tl.float32)
+    for j in tl.static_range(M):
+        s = tl.load(streams + r.to(tl.int64)[:, None] * stride + j * size + channel[None, :], mask=inside, other=0.0)
+        f = s.to(tl.float32)
+        squares += f * f
+        collapsed += tl.load(pre + r * M + j, mask=r < rows, other=0.0)[:, None] * f
+        at = fn + column[:, None] * (M * size) + j * size + channel[None, :]
+        weight = tl.load(at, mask=(column < COLUMNS)[:, None] & (channel < size)[None, :], other=0.0)
+        high = weight.to(tl.bfloat16)
+        rest = weight - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        turned = tl.trans(s)
+        mix = tl.dot(low, turned, mix)
+        mix = tl.dot(middle, turned, mix)
+        mix = tl.dot(high, turned, mix)
+    rounded = collapsed.to(tl.bfloat16)
+    tl.store(x + r.to(tl.int64)[:, None] * size + channel[None, :], rounded, mask=inside)
+    f = rounded.to(tl.float32)
+    mix = tl.where((column == COLUMNS)[:, None], tl.sum(squares, 1)[None, :], mix)
+    mix = tl.where((column == COLUMNS + 1)[:, None], tl.sum(f * f, 1)[None, :], mix)
+    at = parts + (tl.program_id(1).to(tl.int64) * rows + r)[None, :] * W + column[:, None]
+    tl.store(at, mix, mask=(r < rows)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _finish_kernel(
+    parts, base, scale, norm_weight, x, values, scales, pre, post, comb, rows, size, slices, norm_eps, hc_eps,
+    COLUMNS: tl.constexpr, M: tl.constexpr, W: tl.constexpr, P: tl.constexpr, ITERATIONS: tl.constexpr, BLOCK: tl.constexpr,
+    SCALED: tl.constexpr,
+):  # fmt: skip
+    """One row. Program (row, 0): norm and quantisation of the collapsed x, in place. Program (row, 1): the coefficients."""
+    row = tl.program_id(0)
+    piece = tl.arange(0, P)
+    column = tl.arange(0, W)
+    at = parts + (piece.to(tl.int64) * rows + row)[:, None] * W + column[None, :]
+    sums = tl.sum(tl.load(at, mask=(piece < slices)[:, None], other=0.0), 0)
+    if tl.program_id(1) == 0:
+        c = tl.arange(0, BLOCK)
+        mean = tl.sum(tl.where(column == COLUMNS + 1, sums, 0.0), 0) / size
+        f = tl.load(x + row.to(tl.int64) * size + c, mask=c < size, other=0.0).to(tl.float32)
+        f = f * tl.rsqrt(mean + norm_eps) * tl.load(norm_weight + c, mask=c < size, other=0.0).to(tl.float32)
+        rounded = f.to(tl.bfloat16)
+        tl.store(x + row.to(tl.int64) * size + c, rounded, mask=c < size)
+        store_quantized(rounded.to(tl.float32), values, scales, row, 0, size, BLOCK, SCALED)
+    else:
+        rstd = tl.rsqrt(tl.sum(tl.where(column == COLUMNS, sums, 0.0), 0) / (M * size) + norm_eps)
+        gate = tl.minimum(column // M, 1)
+        z = sums * rstd * tl.load(scale + gate) + tl.load(base + column, mask=column < COLUMNS, other=0.0)
+        g = 1.0 / (1.0 + tl.exp(-z))
+        tl.store(pre + row * M + column, g + hc_eps, mask=column < M)
+        tl.store(post + row * M + column - M, 2.0 * g, mask=(column >= M) & (column < 2 * M))
+        j = tl.arange(0, M)
+        cell = 2 * M + j[:, None] * M + j[None, :]
+        at = parts + (piece.to(tl.int64) * rows + row)[:, None, None] * W + cell[None, :, :]
+        matrix = tl.sum(tl.load(at, mask=(piece < slices)[:, None, None], other=0.0), 0)
+        matrix = matrix * rstd * tl.load(scale + 2) + tl.load(base + cell)
+        matrix = _sinkhorn(matrix, hc_eps, ITERATIONS)
+        tl.store(comb + row * (M * M) + j[:, None] * M + j[None, :], matrix)
+
+
+@triton.jit
+def _sinkhorn(logits, eps, ITERATIONS: tl.constexpr):
+    e = tl.exp(logits - tl.max(logits, 1)[:, None])
+    m = e / tl.sum(e, 1)[:, None] + eps
+    m = m / (tl.sum(m, 0) + eps)[None, :]
+    for _ in range(ITERATIONS - 1):
+        m = m / (tl.sum(m, 1) + eps)[:, None]
+        m = m / (tl.sum(m, 0) + eps)[None, :]
+    return m
+
+
+@triton.jit
+def _post_kernel(streams, y, post, comb, out, size, stride, M: tl.constexpr, C: tl.constexpr):
+    """out[row, k] = post[k] * y + sum_j comb[j, k] * streams[row, j], terms added in that order."""
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * C + tl.arange(0, C)
+    inside = channel < size
+    value = tl.load(y + row * size + channel, mask=inside, other=0.0).to(tl.float32)
+    for k in tl.static_range(M):
+        mixed = tl.load(post + row * M + k) * value
+        for j in tl.static_range(M):
+            s = tl.load(streams + row * stride + j * size + channel, mask=inside, other=0.0).to(tl.float32)
+            mixed += tl.load(comb + row * (M * M) + j * M + k) * s
+        tl.store(out + row * (M * size) + k * size + channel, mixed.to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def _collapse_kernel(streams, pre, out, size, stride, M: tl.constexpr, C: tl.constexpr, MEAN: tl.constexpr):
+    """Weighted sum of the streams, or their mean."""
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * C + tl.arange(0, C)
+    inside = channel < size
+    total = tl.zeros((C,), tl.float32)
+    for j in tl.static_range(M):
+        s = tl.load(streams + row * stride + j * size + channel, mask=inside, other=0.0).to(tl.float32)
+        total += s if MEAN else tl.load(pre + row * M + j) * s
+    if MEAN:
+        total = total / M
+    tl.store(out + row * size + channel, total.to(tl.bfloat16), mask=inside)
+
+
+class HyperOps:
+    """Ops of the contract's group "hyper-connections", and `stream_mean`."""
+
+    _arch: int
+    _invariant: bool
+
+    def hc_pre(self, streams: Tensor, pre: Tensor, weights: HcWeights, norm_weight: Tensor, constants: HcConstants) -> HcInput:
+        rows, m, size = streams.shape
+        columns = m * (m + 2)
+        width, slices = power_of_two(columns + 2, 16), ceil_div(size, _CHANNELS)
+        block = 16 if rows <= 16 or self._invariant else 64
+        parts = torch.empty(slices, rows, width, dtype=torch.float32, device=streams.device)
+        x = torch.empty(rows, size, dtype=torch.bfloat16, device=streams.device)
+        launch(
+            _mix_kernel, (ceil_div(rows, block), slices), streams, pre.contiguous(), weights.fn, parts, x, rows, size, streams.stride(0),
+            warps=4, stages=2, COLUMNS=columns, M=m, W=width, R=block, C=_CHANNELS,
+        )  # fmt: skip
+        coefficients = torch.empty(rows * m * (m + 2), dtype=torch.float32, device=streams.device)
+        next_pre, post, comb = coefficients.split([rows * m, rows * m, rows * m * m])
+        quantized = QuantizedRows.empty(rows, size, streams.device, self._arch)
+        launch(
+            _finish_kernel, (rows, 2), parts, weights.base, weights.scale, norm_weight, x, quantized.values, quantized.scales,
+            next_pre, post, comb, rows, size, slices, constants.norm_eps, constants.hc_eps,
+            warps=4, COLUMNS=columns, M=m, W=width, P=power_of_two(slices), ITERATIONS=constants.sinkhorn_iters,
+            BLOCK=power_of_two(size, 32), SCALED=quantized.scales is not None,
+        )  # fmt: skip
+        return HcInput(x, quantized, next_pre.view(rows, m), post.view(rows, m), comb.view(rows, m, m))
+
+    def hc_post(self, streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        rows, m, size = streams.shape
+        out = torch.empty(rows, m, size, dtype=torch.bfloat16, device=streams.device)
+        c = min(1024, power_of_two(size))
+        grid = (rows, ceil_div(size, c))
+        launch(_post_kernel, grid, streams, y.contiguous(), post, comb, out, size, streams.stride(0), warps=4, M=m, C=c)
+        return out
+
+    def hc_collapse(self, streams: Tensor, pre: Tensor) -> Tensor:
+        return self._collapsed(streams, pre.contiguous())
+
+    def stream_mean(self, streams: Tensor) -> Tensor:
+        return self._collapsed(streams, None)
+
+    def _collapsed(self, streams: Tensor, pre: Tensor | None) -> Tensor:
+        rows, m, size = streams.shape
+        out = torch.empty(rows, size, dtype=torch.bfloat16, device=streams.device)
+        c = min(1024, power_of_two(size))
+        grid = (rows, ceil_div(size, c))
+        launch(_collapse_kernel, grid, streams, pre, out, size, streams.stride(0), warps=4, M=m, C=c, MEAN=pre is None)
+        return out
