@@ -149,7 +149,8 @@ def _store_kernel(
 def _index_query_kernel(
     query, table, positions, values, scales, stride, head_stride, heads, dim, RD: tl.constexpr, P: tl.constexpr, SCALED: tl.constexpr
 ):  # fmt: skip
-    """One head of one row: rotated, on the FP4 grid; as bytes (SCALED) or as the bfloat16 values of the grid."""
+    """One head of one row: rotated, on the FP4 grid; as bytes (SCALED) or as the bfloat16 values of the grid,
+    the even ones first: keys are decoded that way."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pair, pairs = tl.arange(0, P), dim // 2
     even, odd = _load_pairs(query + row * stride + head * head_stride, pair, pairs)
@@ -162,7 +163,8 @@ def _index_query_kernel(
         factor = _spread(exact_power(fp4_exponent(_group_amax(even, odd, P, 16))), P, 16)
         even = e2m1_value(e2m1_code(even, factor)) * factor
         odd = e2m1_value(e2m1_code(odd, factor)) * factor
-        _store_pairs(values + at * dim, even.to(tl.bfloat16), odd.to(tl.bfloat16), pair, pairs)
+        tl.store(values + at * dim + pair, even.to(tl.bfloat16), mask=pair < pairs)
+        tl.store(values + at * dim + pairs + pair, odd.to(tl.bfloat16), mask=pair < pairs)
 
 
 @triton.jit
@@ -278,5 +280,5 @@ class CacheOps:
 class IndexQueryRows:
     """Index queries on the FP4 grid."""
 
-    values: Tensor  # bf16 [T, heads, d] on SM90; uint8 [T, heads, d/2] on SM100
+    values: Tensor  # bf16 [T, heads, d] (even, then odd elements) on SM90; uint8 [T, heads, d/2] on SM100
     scales: Tensor | None  # uint8 (e8m0) [T, heads, d/32] on SM100

@@ -48,8 +48,23 @@ def _byte_assembly() -> str:
     return "{ " + " ".join(lines) + " }"
 
 
+def _pair_assembly() -> str:
+    """Four bytes of two e2m1 codes -> bfloat16 bits of their low nibbles ($0, $1), then of their high nibbles ($2, $3)."""
+    lines = [".reg .b32 a, t, u;"]
+    for half, selector in ((0, "0x4140"), (1, "0x4342")):
+        lines += [
+            f"prmt.b32 a, $4, 0, {selector};",
+            "shl.b32 t, a, 12;", "and.b32 t, t, 0x80008000;",
+            "shl.b32 u, a, 6;", f"lop3.b32 ${half}, u, 0x01C001C0, t, 0xEA;",
+            "shl.b32 t, a, 8;", "and.b32 t, t, 0x80008000;",
+            "shl.b32 u, a, 2;", f"lop3.b32 ${2 + half}, u, 0x01C001C0, t, 0xEA;",
+        ]  # fmt: skip
+    return "{ " + " ".join(lines) + " }"
+
+
 _NIBBLES = tl.constexpr(_nibble_assembly())
 _BYTES = tl.constexpr(_byte_assembly())
+_PAIRS = tl.constexpr(_pair_assembly())
 
 
 @triton.jit
@@ -92,6 +107,21 @@ def decoded_bytes(word):
 
 
 @triton.jit
+def decoded_pairs(byte):
+    """(even, odd) bfloat16 values of uint8 bytes of two e2m1 codes, low nibble even."""
+    if _ASSEMBLY:
+        even, odd = tl.inline_asm_elementwise(
+            _PAIRS, "=r,=r,=r,=r,r", [byte], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        code = byte.to(tl.int32)
+        even = _as_bf16(((code & 8) << 12) | ((code & 7) << 6))
+        odd = _as_bf16(((code & 128) << 8) | ((code & 112) << 2))
+    unit = tl.full((1,), 8.507059173023462e37, tl.bfloat16)  # 2^126: the codes are the lowest bits of tiny bfloat16 numbers
+    return even * unit, odd * unit
+
+
+@triton.jit
 def scale_factor(word, group: tl.constexpr):
     """bfloat16 2^(byte `group` of word - 127)."""
     return _as_bf16(((word >> (8 * group)) & 255) << 7)
@@ -114,7 +144,14 @@ def tile_product(
         mask = x_mask[None, :] if EVEN else x_mask[None, :] & (k < inputs)[:, None]
         at = weight + n[:, None] * inputs + k[None, :]
         w = tl.load(at) if EVEN else tl.load(at, mask=(k < inputs)[None, :], other=0.0)
-        return tl.dot(w, tl.load(x[None, :] + k[:, None], mask=mask, other=0.0), acc)
+        values = tl.load(x[None, :] + k[:, None], mask=mask, other=0.0)
+        if X_SCALED:
+            group = tile * 4 + tl.arange(0, 4)
+            exponent = tl.load(x_scales[None, :] + group[:, None], mask=x_mask[None, :] & (group * 32 < inputs)[:, None], other=127)
+            factor = _as_bf16(exponent.to(tl.int32) << 7)[:, None, :]
+            values = values.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+            values = tl.reshape(tl.reshape(values, (4, 32, values.shape[1])) * factor, values.shape)
+        return tl.dot(w, values, acc)
     else:
         return _scaled_product(acc, weight, scales, n, x, x_scales, x_mask, tile * 128, inputs, FORMAT, X_SCALED, EVEN)
 

@@ -1,0 +1,46 @@
+"""Runs every case in the interpreter and writes the errors: `python -m cuda.interp.run OUT.json ROWS...` with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+
+import torch
+from deepinfer_backends.cpu_ref.kernels import ReferenceKernels
+from deepinfer_backends.cuda_sm100.kernels import CudaKernels
+
+from cuda.cases import all_cases, error
+from cuda.inputs import SMALL, Inputs
+
+
+def report(layout: int, rows: int) -> list[dict[str, object]]:
+    device = torch.device("cpu")
+    mine, reference = CudaKernels(device), ReferenceKernels(device)
+    mine._arch = layout
+    entries: list[dict[str, object]] = []
+    for case in all_cases(SMALL, Inputs(device, seed=rows), rows, context=96):
+        # Nothing to compare in zero rows: the call must return, and the results be empty.
+        want = case.run(reference, case.prepare(reference)) if rows else {}
+        start = time.perf_counter()
+        got = case.run(mine, case.prepare(mine))
+        seconds = round(time.perf_counter() - start, 3)
+        for name in want or got or {"-": None}:
+            value = error(got[name], want[name]) if want else 0.0
+            entry = {"op": case.op, "note": case.note, "rows": rows, "name": name, "error": value, "bound": case.bound, "seconds": seconds}
+            entries.append(entry)
+    return entries
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", RuntimeWarning)  # masked lanes overflow; numpy says so, a GPU does not
+    out, *rows = sys.argv[1:]
+    result = {str(layout): [entry for count in rows for entry in report(layout, int(count))] for layout in (90, 100)}
+    with open(out, "w", encoding="utf-8") as file:
+        json.dump(result, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
