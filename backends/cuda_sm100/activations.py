@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from deepinfer_backends.cuda_sm100.launch import ceil_div, launch, power_of_two
-from deepinfer_backends.cuda_sm100.numeric import fp8_exponent, fp8_round, power_of_two as exact_power
 from torch import Tensor
 
+from deepinfer_backends.cuda_sm100.launch import ceil_div, launch, power_of_two
+from deepinfer_backends.cuda_sm100.numeric import fp8_exponent, fp8_round
+from deepinfer_backends.cuda_sm100.numeric import power_of_two as exact_power
 from deepinfer_core.backend.types import Activation
 
 
@@ -100,12 +101,12 @@ class ActivationOps:
         return out
 
     def rms_norm_quantize(self, x: Tensor, weight: Tensor, eps: float) -> Activation:
-        quantized = QuantizedRows.empty(*x.shape, x.device, self._arch)
+        quantized = QuantizedRows.empty(x.shape[0], x.shape[1], x.device, self._arch)
         self._norm(x, weight, eps, None, quantized)
         return quantized
 
     def quantize(self, x: Tensor) -> Activation:
-        quantized = QuantizedRows.empty(*x.shape, x.device, self._arch)
+        quantized = QuantizedRows.empty(x.shape[0], x.shape[1], x.device, self._arch)
         self._norm(x, None, 0.0, None, quantized)
         return quantized
 
@@ -118,5 +119,3 @@ class ActivationOps:
             warps=warps_for(block), BLOCK=block, NORM=weight is not None, KEEP=out is not None,
             QUANTIZE=quantized is not None, SCALED=scales is not None,
         )  # fmt: skip
-
-

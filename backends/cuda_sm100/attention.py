@@ -10,12 +10,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from deepinfer_backends.cuda_sm100.caches import FORMATS, EntryLayout
 from deepinfer_backends.cuda_sm100.launch import ceil_div, launch, power_of_two
 from deepinfer_backends.cuda_sm100.numeric import rope_angles, rotated
+from deepinfer_backends.cuda_sm100.prefill import expands, prefill_attention
 from deepinfer_backends.cuda_sm100.products import decoded_pairs
-from torch import Tensor
-
 from deepinfer_core.backend.types import Rope, SelectedEntries, WindowKeys
 
 _KEYS = 32  # keys of one block: two blocks in flight, their decoded copy and the query fill the shared memory of a multiprocessor
@@ -83,14 +84,17 @@ def _query(query, row, head, heads, stride, head_stride, cos, sin, dim, P: tl.co
 
 
 @triton.jit
-def _finish(out_even, out_odd, top, total, sink, cos, sin, out, row, head, heads, dim, P: tl.constexpr):
+def _finish(
+    out_even, out_odd, top, total, sink, table, positions, out, row, head, heads, dim, P: tl.constexpr, RD: tl.constexpr
+):  # fmt: skip
     """Divides by the sum with the sink, rounds, un-rotates, stores."""
+    pair, two = tl.arange(0, P), tl.arange(0, 2)
+    cos, sin = rope_angles(table, tl.load(positions + row), pair, dim // 2 - RD // 2, RD, AGAIN=True)
     base = tl.where(top == float("-inf"), 0.0, top)
     total += tl.exp(tl.load(sink + head, mask=head < heads, other=0.0) - base)
     even = (out_even / total[:, None]).to(tl.bfloat16).to(tl.float32)
     odd = (out_odd / total[:, None]).to(tl.bfloat16).to(tl.float32)
     even, odd = rotated(even, odd, cos[None, :], -sin[None, :])
-    pair, two = tl.arange(0, P), tl.arange(0, 2)
     at = out + (row * heads + head[:, None, None]) * dim + pair[None, :, None] * 2 + two[None, None, :]
     tl.store(at, tl.join(even, odd).to(tl.bfloat16), mask=(head < heads)[:, None, None] & (pair < dim // 2)[None, :, None])
 
@@ -146,7 +150,7 @@ def _attention_kernel(
                 k_even, k_odd = _fp8_keys(data, scales, inside, 2 * P, P, dim, K)
             top, total, out_even, out_odd = _attend(q_even, q_odd, k_even, k_odd, inside, scale, top, total, out_even, out_odd)
     if SPLITS == 1:
-        _finish(out_even, out_odd, top, total, sink, cos, sin, out, row, head, heads, dim, P)
+        _finish(out_even, out_odd, top, total, sink, table, positions, out, row, head, heads, dim, P, RD)
     else:
         at = (row * SPLITS + split) * H + head
         tl.store(part_top + at, top)
@@ -171,13 +175,12 @@ def _merge_kernel(
     total = tl.sum(totals * tl.exp(tops - base[None, :]), 0)
     even = tl.zeros((ROWS, P), tl.float32)
     odd = tl.zeros((ROWS, P), tl.float32)
-    for i in range(0, splits):
+    for i in range(splits):
         place = (row * splits + i) * H + head
         share = tl.exp(tl.load(part_top + place) - base)[:, None]
         even += share * tl.load(part_out + place[:, None] * (2 * P) + pair[None, :])
         odd += share * tl.load(part_out + place[:, None] * (2 * P) + P + pair[None, :])
-    cos, sin = rope_angles(table, tl.load(positions + row), pair, dim // 2 - RD // 2, RD)
-    _finish(even, odd, top, total, sink, cos, sin, out, row, head, heads, dim, P)
+    _finish(even, odd, top, total, sink, table, positions, out, row, head, heads, dim, P, RD)
 
 
 class AttentionOps:
@@ -189,6 +192,8 @@ class AttentionOps:
         self, query: Tensor, window: WindowKeys, selected: SelectedEntries | None, sink: Tensor, scale: float, rope: Rope
     ) -> Tensor:
         rows, heads, dim = query.shape
+        if not self._invariant and expands(rows, window, selected):
+            return prefill_attention(query, window, selected, sink, scale, rope)
         device = query.device
         out = torch.empty(rows, heads, dim, dtype=torch.bfloat16, device=device)
         columns, topk = window.index.shape[1], selected.index.shape[1] if selected else 0
@@ -200,12 +205,14 @@ class AttentionOps:
         part_out = torch.empty(rows, splits, h, 2 * p, device=device) if splits > 1 else None
         part_sums = torch.empty(2, rows, splits, h, device=device) if splits > 1 else (None, None)
         ring = EntryLayout.of_ring(window.ring, dim)
+        source: tuple[Tensor | None, ...] = (None, None, None, None)
+        strides = (0, 0)
         if selected:
             pages = EntryLayout.of_pages(selected.pages)
             source = (selected.index, selected.pages.data, selected.pages.block_table, selected.pages.sequence)
             strides = (selected.index.stride(0), selected.pages.block_table.stride(0))
         else:
-            pages, source, strides = EntryLayout(1, 0, 0, 0, 0), (None, None, None, None), (0, 0)
+            pages = EntryLayout(1, 0, 0, 0, 0)
         launch(
             _attention_kernel, (rows, splits), query, out, part_sums[0], part_sums[1], part_out, window.index, window.ring.data,
             window.current, *source, sink, rope.table, rope.positions, scale, heads, dim, query.stride(0), query.stride(1), columns,

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from deepinfer_backends.cuda_sm100.launch import launch, power_of_two
 from deepinfer_backends.cuda_sm100.numeric import bf16, e2m1_code, e2m1_value, fp4_exponent, fp8_exponent, fp8_round, rope_angles, rotated
 from deepinfer_backends.cuda_sm100.numeric import power_of_two as exact_power
-from torch import Tensor
-
 from deepinfer_core.backend.formats import CacheFormat
 from deepinfer_core.backend.types import CompressorRing, CompressorRows, IndexQuery, PagedEntries, Rope, WindowRing
 

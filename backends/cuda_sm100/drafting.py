@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from deepinfer_backends.cuda_sm100.launch import ceil_div, launch, power_of_two
 from torch import Tensor
 
+from deepinfer_backends.cuda_sm100.launch import ceil_div, launch, power_of_two
 from deepinfer_core.backend.types import Weight
 
 

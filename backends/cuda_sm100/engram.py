@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from deepinfer_backends.cuda_sm100.activations import QuantizedRows
 from deepinfer_backends.cuda_sm100.launch import launch, power_of_two
 from deepinfer_backends.cuda_sm100.numeric import power_of_two as exact_power
-from torch import Tensor
-
 from deepinfer_core.backend.types import Activation, EngramHashTables, QuantTensor, Weight
 
 

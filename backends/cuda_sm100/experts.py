@@ -11,6 +11,8 @@ from collections.abc import Iterable
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from deepinfer_backends.cuda_sm100.activations import QuantizedRows
 from deepinfer_backends.cuda_sm100.launch import ceil_div, launch, power_of_two
 from deepinfer_backends.cuda_sm100.numeric import fp8_exponent, fp8_round
@@ -18,8 +20,6 @@ from deepinfer_backends.cuda_sm100.numeric import power_of_two as exact_power
 from deepinfer_backends.cuda_sm100.products import FORMAT_CODE, tile_product
 from deepinfer_backends.cuda_sm100.routing import ExpertPlan, expert_plan
 from deepinfer_backends.cuda_sm100.weights import TILE, ExpertWeights, expert_weights
-from torch import Tensor
-
 from deepinfer_core.backend.types import Activation, ExpertTensors, Routing, Weight
 
 
@@ -40,13 +40,13 @@ def _gate_up(
     tiles = tl.cdiv(inputs, 128)
     if X_SCALED:
         # Triton 3.6 does not compile two block-scaled products in one loop for SM100.
-        for tile in range(0, tiles):
+        for tile in range(tiles):
             gate = tile_product(gate, weight, scales, tile, n, 2 * width, x_rows, scale_rows, mask, inputs, FORMAT, PACKED, True, EVEN)
         n += width
-        for tile in range(0, tiles):
+        for tile in range(tiles):
             up = tile_product(up, weight, scales, tile, n, 2 * width, x_rows, scale_rows, mask, inputs, FORMAT, PACKED, True, EVEN)
     else:
-        for tile in range(0, tiles):
+        for tile in range(tiles):
             gate = tile_product(gate, weight, scales, tile, n, 2 * width, x_rows, x, mask, inputs, FORMAT, PACKED, False, EVEN)
             up = tile_product(up, weight, scales, tile, n + width, 2 * width, x_rows, x, mask, inputs, FORMAT, PACKED, False, EVEN)
     return tl.trans(gate), tl.trans(up)
@@ -119,14 +119,11 @@ def _down(
 ):  # fmt: skip
     """out rows `slot` = rounded h @ w2.T for outputs n_tile*N .. of one expert."""
     n = n_tile * N + tl.arange(0, N)
-    if EVEN_N:
-        n_read = n
-    else:
-        n_read = tl.minimum(n, outputs - 1)
+    n_read = n if EVEN_N else tl.minimum(n, outputs - 1)
     h_rows = h + slot.to(tl.int64) * h_width
     scale_rows = h_scales + slot.to(tl.int64) * (h_width // 32) if X_SCALED else h
     acc = tl.zeros((N, R), tl.float32)
-    for tile in range(0, tl.cdiv(width, 128)):
+    for tile in range(tl.cdiv(width, 128)):
         acc = tile_product(acc, weight, scales, tile, n_read, outputs, h_rows, scale_rows, mask, width, FORMAT, PACKED, X_SCALED, EVEN)
     at = out + slot.to(tl.int64)[:, None] * outputs + n[None, :]
     tl.store(at, tl.trans(acc).to(tl.bfloat16), mask=mask[:, None] & (n < outputs)[None, :])
@@ -186,6 +183,11 @@ def tile_rows(rows: int, top_k: int, experts: int) -> int:
     return min(128, power_of_two(min(rows, ceil_div(2 * rows * top_k, experts)), 16))
 
 
+def _step(scales: Tensor | None) -> int:
+    """Distance between the scales of two experts."""
+    return 0 if scales is None else scales.stride(0)
+
+
 class ExpertOps:
     """The ops `prepare_experts` and `moe`."""
 
@@ -223,7 +225,7 @@ class ExpertOps:
             _up_kernel, (ceil_div(h_width, block_n), shared_tiles + plan.tiles),
             x.values, x.scales, w.data, w.scales, s.data, s.scales, h.values, h.scales, plan.order, route,
             plan.tile_expert, plan.tile_first, plan.tile_last, plan.tile_count, rows, rows * top_k, shared_tiles,
-            width, shared_width, h_width, w.inputs, x.values.stride(0), w.data.stride(0), 0 if w.scales is None else w.scales.stride(0), limit,
+            width, shared_width, h_width, w.inputs, x.values.stride(0), w.data.stride(0), _step(w.scales), limit,
             warps=8 if plan.tile_rows >= 64 else 4, stages=3, N=block_n, R=plan.tile_rows, TOP_K=top_k,
             FORMAT=FORMAT_CODE[w.format], PACKED=w.packed, SHARED_FORMAT=FORMAT_CODE[s.format], SHARED_PACKED=s.packed,
             X_SCALED=x.scales is not None, EVEN=w.inputs % TILE == 0, EVEN_N=(width | shared_width) % block_n == 0,
@@ -241,7 +243,7 @@ class ExpertOps:
             _down_kernel, (ceil_div(w.outputs, block_n), shared_tiles + plan.tiles),
             h.values, h.scales, w.data, w.scales, s.data, s.scales, out,
             plan.tile_expert, plan.tile_first, plan.tile_last, plan.tile_count, rows, pairs, shared_tiles,
-            w.inputs, s.inputs, h.values.shape[1], w.outputs, w.data.stride(0), 0 if w.scales is None else w.scales.stride(0),
+            w.inputs, s.inputs, h.values.shape[1], w.outputs, w.data.stride(0), _step(w.scales),
             warps=8 if plan.tile_rows >= 128 else 4, stages=4 if plan.tile_rows <= 32 else 3, N=block_n, R=plan.tile_rows,
             FORMAT=FORMAT_CODE[w.format], PACKED=w.packed, SHARED_FORMAT=FORMAT_CODE[s.format], SHARED_PACKED=s.packed,
             X_SCALED=h.scales is not None, EVEN=(w.inputs | s.inputs) % TILE == 0, EVEN_N=w.outputs % block_n == 0,

@@ -2,7 +2,7 @@
 
 `hc_pre` reads the streams once. A first kernel takes a slice of the channels of all streams: its part of the product with `fn`, of the
 sums of squares, and its columns of the collapsed input. A second one adds the parts up in order, a row each, and normalises.
-The product is exact in float32 although it runs on bfloat16 tensor cores: streams are bfloat16, and `fn` is split into three bfloat16 terms.
+The product is exact in float32 although it runs on bfloat16 tensor cores: streams are bfloat16, `fn` is split into three such terms.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from deepinfer_backends.cuda_sm100.activations import QuantizedRows, store_quantized
-from deepinfer_backends.cuda_sm100.launch import ceil_div, launch, power_of_two
 from torch import Tensor
 
+from deepinfer_backends.cuda_sm100.activations import QuantizedRows, store_quantized
+from deepinfer_backends.cuda_sm100.launch import ceil_div, launch, power_of_two
 from deepinfer_core.backend.types import HcConstants, HcInput, HcWeights
 
-_CHANNELS = 128  # channels of one slice
+_CHANNELS = 64  # channels of one slice
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -85,8 +85,8 @@ def _finish_kernel(
         tl.store(post + row * M + column - M, 2.0 * g, mask=(column >= M) & (column < 2 * M))
         j = tl.arange(0, M)
         cell = 2 * M + j[:, None] * M + j[None, :]
-        at = parts + (piece.to(tl.int64) * rows + row)[:, None, None] * W + cell[None, :, :]
-        matrix = tl.sum(tl.load(at, mask=(piece < slices)[:, None, None], other=0.0), 0)
+        cells = parts + (piece.to(tl.int64) * rows + row)[:, None, None] * W + cell[None, :, :]
+        matrix = tl.sum(tl.load(cells, mask=(piece < slices)[:, None, None], other=0.0), 0)
         matrix = matrix * rstd * tl.load(scale + 2) + tl.load(base + cell)
         matrix = _sinkhorn(matrix, hc_eps, ITERATIONS)
         tl.store(comb + row * (M * M) + j[:, None] * M + j[None, :], matrix)
@@ -148,7 +148,7 @@ class HyperOps:
         x = torch.empty(rows, size, dtype=torch.bfloat16, device=streams.device)
         launch(
             _mix_kernel, (ceil_div(rows, block), slices), streams, pre.contiguous(), weights.fn, parts, x, rows, size, streams.stride(0),
-            warps=4, stages=2, COLUMNS=columns, M=m, W=width, R=block, C=_CHANNELS,
+            warps=4 if block == 16 else 8, stages=2, COLUMNS=columns, M=m, W=width, R=block, C=_CHANNELS,
         )  # fmt: skip
         coefficients = torch.empty(rows * m * (m + 2), dtype=torch.float32, device=streams.device)
         next_pre, post, comb = coefficients.split([rows * m, rows * m, rows * m * m])

@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from deepinfer_backends.cuda_sm100.caches import IndexQueryRows
 from deepinfer_backends.cuda_sm100.launch import ceil_div, launch, power_of_two
 from deepinfer_backends.cuda_sm100.products import decoded_pairs
-from torch import Tensor
-
 from deepinfer_core.backend.types import CandidateSpec, IndexQuery, PagedEntries, Selection
 
 SCORE_BYTES = 256 << 20
@@ -151,7 +151,7 @@ def _select_kernel(
     if number > topk:
         bound = tl.full((), 0, tl.uint32)
         bit = tl.full((), 2147483648, tl.uint32)
-        for _ in range(0, 32):
+        for _ in range(32):
             tried = bound | bit
             bound = tl.where(tl.sum((key >= tried).to(tl.int32), 0) >= topk, tried, bound)
             bit = bit >> 1
@@ -240,9 +240,7 @@ def _best_blocks(scores: Tensor, visible: Tensor, spec: CandidateSpec, out: Tens
     _select(best, None, visible, out, unit=spec.block_size)
 
 
-def _select(
-    scores: Tensor, candidates: Tensor | None, visible: Tensor, out: Tensor, block_size: int = 0, unit: int = 1
-) -> None:
+def _select(scores: Tensor, candidates: Tensor | None, visible: Tensor, out: Tensor, block_size: int = 0, unit: int = 1) -> None:
     """Fills out [rows, topk] with the entries of the highest scores; wide rows are narrowed part by part first."""
     rows, topk = out.shape
     index = None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
+
 from deepinfer_backends.cpu_ref.kernels import ReferenceKernels
 from deepinfer_backends.cuda_sm100.activations import ActivationOps
 from deepinfer_backends.cuda_sm100.attention import AttentionOps
@@ -18,16 +17,36 @@ from deepinfer_backends.cuda_sm100.launch import architecture
 from deepinfer_backends.cuda_sm100.linears import LinearOps
 from deepinfer_backends.cuda_sm100.routing import RoutingOps
 from deepinfer_backends.cuda_sm100.sampling import SamplingOps
-
 from deepinfer_core.backend.formats import Numerics
+from deepinfer_core.errors import BackendError
 
 
-class CudaKernels(AttentionOps, IndexerOps, EngramOps, DraftOps, SamplingOps, HyperOps, CacheOps, ExpertOps, RoutingOps, LinearOps, ActivationOps, ReferenceKernels):
-    """The ops on one NVIDIA GPU (compute capability 9.0 or 10.x), `release` numerics."""
+class CudaKernels(
+    AttentionOps,
+    IndexerOps,
+    EngramOps,
+    DraftOps,
+    SamplingOps,
+    HyperOps,
+    CacheOps,
+    ExpertOps,
+    RoutingOps,
+    LinearOps,
+    ActivationOps,
+    ReferenceKernels,
+):
+    """The ops on one NVIDIA GPU (compute capability 9.0 or 10.x), `release` numerics.
 
-    def __init__(self, device: torch.device, numerics: Numerics = Numerics.RELEASE) -> None:
+    With `batch_invariant` a row's result does not depend on the other rows: no library products (cuBLAS chooses by shape), keys of a row
+    are never divided among programs. Uses one stream at a time: split products count arrivals in shared counters.
+    """
+
+    def __init__(self, device: torch.device, numerics: Numerics = Numerics.RELEASE, batch_invariant: bool = False) -> None:
         if numerics is not Numerics.RELEASE:
-            raise ValueError(f"backend 'cuda_sm100' computes numerics 'release' only, not {numerics.value!r}; use backend 'cpu_ref' for it")
+            raise BackendError(
+                f"backend 'cuda_sm100' computes numerics 'release' only, not {numerics.value!r}: set model.numerics: release, "
+                "or use backend 'cpu_ref'"
+            )
         super().__init__(device, numerics)
         self._arch = architecture(device)
-        self._invariant = os.environ.get("DEEPINFER_BATCH_INVARIANT") == "1"
+        self._invariant = batch_invariant

@@ -1,4 +1,4 @@
-"""Starting Triton kernels: one function, so that compilation checks can see every launch, and the facts about the device that choose code."""
+"""Starting Triton kernels: one function, so that compilation checks see every launch; and the facts about a device that choose code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -75,11 +74,6 @@ def architecture(device: torch.device) -> int:
         return 90
     major, _ = torch.cuda.get_device_capability(device)
     return 100 if major == 10 else 90
-
-
-def row_stride(x: Tensor) -> int:
-    """Stride of dim 0 of a tensor whose other dims are packed."""
-    return x.stride(0)
 
 
 def plain_function(kernel: Any) -> JITFunction:

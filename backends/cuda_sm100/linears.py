@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from deepinfer_backends.cuda_sm100.activations import QuantizedRows
 from deepinfer_backends.cuda_sm100.launch import INTERPRETED, ceil_div, launch, power_of_two
 from deepinfer_backends.cuda_sm100.products import FORMAT_CODE, decoded_bytes, scale_factor, tile_product
 from deepinfer_backends.cuda_sm100.weights import TILE, MatrixWeight, matrix_weight
-from torch import Tensor
-
 from deepinfer_core.backend.formats import WeightFormat
 from deepinfer_core.backend.types import Activation, QuantTensor, Weight
 
@@ -34,13 +34,10 @@ def _linear_kernel(
     N: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr,
     X_SCALED: tl.constexpr, EVEN: tl.constexpr, EVEN_N: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, outputs] = x @ weight.T. GROUPED: outputs of group g read inputs g*group_inputs .. of x only (weight has `inputs` of them)."""
+    """out [rows, outputs] = x @ weight.T. GROUPED: outputs of group g read inputs g*group_inputs .. of x only."""
     n_tile, r_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = n_tile * N + tl.arange(0, N)
-    if EVEN_N:
-        n_read = n
-    else:
-        n_read = tl.minimum(n, outputs - 1)
+    n_read = n if EVEN_N else tl.minimum(n, outputs - 1)
     r = r_tile * R + tl.arange(0, R)
     x_mask = r < rows
     x_rows = x + r.to(tl.int64) * x_stride
@@ -120,7 +117,11 @@ class LinearOps:
         flat = out.flatten(1)
         if self._library(flat.shape[0]):
             decoded = decoded_weight(wo_a).view(groups, -1, wo_a.inputs)
-            z = torch.bmm(flat.view(-1, groups, wo_a.inputs).transpose(0, 1), decoded.transpose(1, 2)).transpose(0, 1).reshape(len(flat), -1)
+            z = (
+                torch.bmm(flat.view(-1, groups, wo_a.inputs).transpose(0, 1), decoded.transpose(1, 2))
+                .transpose(0, 1)
+                .reshape(len(flat), -1)
+            )
         else:
             z = self._product(QuantizedRows(flat, None), wo_a, torch.bfloat16, groups)
         return self.quantized_linear(self.quantize(z), wo_b)  # type: ignore[attr-defined]

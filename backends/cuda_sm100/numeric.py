@@ -68,13 +68,14 @@ def rotated(even, odd, cos, sin):
 
 
 @triton.jit
-def rope_angles(table, position, pair, first, RD: tl.constexpr):
-    """(cos, sin) of each pair number; pairs before `first` do not turn. table: float32 rows of RD/2 cosines and RD/2 sines."""
-    turns = pair >= first
+def rope_angles(table, position, pair, first, RD: tl.constexpr, AGAIN: tl.constexpr = False):
+    """(cos, sin) of each pair number; pairs before `first` do not turn. table: float32 rows of RD/2 cosines and RD/2 sines.
+
+    AGAIN: reads the angles anew although an earlier call did, so that they need not be kept in registers in between.
+    """
+    turns = (pair >= first) & (pair - first < RD // 2)
     at = table + position * RD + (pair - first)
-    return tl.load(at, mask=turns & (pair - first < RD // 2), other=1.0), tl.load(
-        at + RD // 2, mask=turns & (pair - first < RD // 2), other=0.0
-    )
+    return tl.load(at, mask=turns, other=1.0, volatile=AGAIN), tl.load(at + RD // 2, mask=turns, other=0.0, volatile=AGAIN)
 
 
 @triton.jit

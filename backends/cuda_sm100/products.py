@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from deepinfer_backends.cuda_sm100.launch import INTERPRETED
 
+from deepinfer_backends.cuda_sm100.launch import INTERPRETED
 from deepinfer_core.backend.formats import WeightFormat
 
 BF16, FP8, FP4 = 0, 1, 2
@@ -76,9 +76,7 @@ def _as_bf16(bits):
 def decoded_nibbles(word):
     """Eight bfloat16 tensors of int32 `word`: part i of the tile, without the factor 2^126."""
     if _ASSEMBLY:
-        return tl.inline_asm_elementwise(
-            _NIBBLES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [word], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2
-        )
+        return tl.inline_asm_elementwise(_NIBBLES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [word], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
     low, high = word & 0xFFFF, (word >> 16) & 0xFFFF
     return (
         _as_bf16(low & 0x81C0),
@@ -110,9 +108,7 @@ def decoded_bytes(word):
 def decoded_pairs(byte):
     """(even, odd) bfloat16 values of uint8 bytes of two e2m1 codes, low nibble even."""
     if _ASSEMBLY:
-        even, odd = tl.inline_asm_elementwise(
-            _PAIRS, "=r,=r,=r,=r,r", [byte], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-        )
+        even, odd = tl.inline_asm_elementwise(_PAIRS, "=r,=r,=r,=r,r", [byte], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
     else:
         code = byte.to(tl.int32)
         even = _as_bf16(((code & 8) << 12) | ((code & 7) << 6))
@@ -139,7 +135,7 @@ def tile_product(
     """
     if PACKED:
         return _packed_product(acc, weight, scales, tile, n, outputs, x, x_mask, inputs, FORMAT, EVEN)
-    elif FORMAT == 0:
+    elif FORMAT == 0:  # noqa: RET505 - both are compile-time branches
         k = tile * 128 + tl.arange(0, 128)
         mask = x_mask[None, :] if EVEN else x_mask[None, :] & (k < inputs)[:, None]
         at = weight + n[:, None] * inputs + k[None, :]

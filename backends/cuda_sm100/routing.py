@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from deepinfer_backends.cuda_sm100.launch import launch, power_of_two
 from torch import Tensor
 
+from deepinfer_backends.cuda_sm100.launch import launch, power_of_two
 from deepinfer_core.backend.types import Routing, Weight
 
 
@@ -63,7 +63,7 @@ def _plan_kernel(
     tile = tl.sum(tl.where(bins < e, tiles, 0), 0)
     if e == experts - 1:
         tl.store(tile_count, tl.sum(tiles, 0))
-    for i in range(0, tl.cdiv(mine, R)):
+    for i in range(tl.cdiv(mine, R)):
         tl.store(tile_expert + tile + i, e)
         tl.store(tile_first + tile + i, start + i * R)
         tl.store(tile_last + tile + i, start + mine)
@@ -119,5 +119,3 @@ class RoutingOps:
             warps=4, E=power_of_two(experts), TOP_K=top_k, K=power_of_two(top_k),
         )  # fmt: skip
         return Routing(ids, weights)
-
-

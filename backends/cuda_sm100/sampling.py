@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from deepinfer_backends.cuda_sm100.launch import ceil_div, launch
 from torch import Tensor
 
+from deepinfer_backends.cuda_sm100.launch import ceil_div, launch
 from deepinfer_core.backend.canonical import exp_table
 from deepinfer_core.backend.types import RandomRows, SamplingRows, Verification
 
@@ -134,7 +134,7 @@ def _threshold_kernel(
         _write_masses(logits + row * stride, tl.load(temperature + row), table, mass + row * size, size, lanes, BLOCK)
         tl.debug_barrier()
         found = tl.zeros((), tl.int64)
-        for step in range(0, 32):
+        for step in range(32):
             tried = found | (tl.full((), 1, tl.int64) << (31 - step))
             above, number = _mass_from(logits + row * stride, mass + row * size, tried, size, lanes, BLOCK)
             found = tl.where((above > limit) | (number >= count), tried, found)

@@ -64,7 +64,7 @@ def matrix_weight(parts: Sequence[QuantTensor], arch: int) -> MatrixWeight:
     fmt = format_of(parts[0])
     weight = torch.cat([part.weight.view(torch.uint8) if fmt is not WeightFormat.BF16 else part.weight for part in parts])
     if fmt is WeightFormat.BF16:
-        return MatrixWeight(fmt, 1, *weight.shape, weight[None].contiguous(), None, False)
+        return MatrixWeight(fmt, 1, weight.shape[0], weight.shape[1], weight[None].contiguous(), None, False)
     scales = torch.cat([part.scale.view(torch.uint8) for part in parts if part.scale is not None])
     outputs, inputs = weight.shape[0], weight.shape[1] * (2 if fmt is WeightFormat.FP4_G32 else 1)
     if arch >= 100:
@@ -76,7 +76,7 @@ def matrix_weight(parts: Sequence[QuantTensor], arch: int) -> MatrixWeight:
 
 def stacked(matrices: Iterable[MatrixWeight], count: int) -> MatrixWeight:
     """`count` matrices of equal shapes as one weight. Consumes the iterator one matrix at a time."""
-    data = scales = first = None
+    first: MatrixWeight | None = None
     seen = 0
     for matrix in matrices:
         if first is None:
@@ -87,7 +87,7 @@ def stacked(matrices: Iterable[MatrixWeight], count: int) -> MatrixWeight:
             raise ValueError(f"expert {seen} has format {matrix.format.value} or another size than expert 0 ({first.format.value})")
         if seen < count:
             data[seen] = matrix.data[0]
-            if scales is not None:
+            if scales is not None and matrix.scales is not None:
                 scales[seen] = matrix.scales[0]
         seen += 1
     if seen != count or first is None:

@@ -1,6 +1,6 @@
-"""Lets these tests import their helpers as the package `cuda`."""
+"""Lets these tests import their helpers as the package `cuda_checks`."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent))

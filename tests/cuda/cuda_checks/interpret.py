@@ -1,4 +1,4 @@
-"""Runs every case in the interpreter and writes the errors: `python -m cuda.interp.run OUT.json ROWS...` with TRITON_INTERPRET=1."""
+"""Runs every case in the interpreter and writes the errors: `python -m cuda_checks.interpret OUT.json LAYOUT ROWS`, TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import time
 import warnings
 
 import torch
+
+from cuda_checks.cases import all_cases, error
+from cuda_checks.inputs import SMALL, Inputs
 from deepinfer_backends.cpu_ref.kernels import ReferenceKernels
 from deepinfer_backends.cuda_sm100.kernels import CudaKernels
-
-from cuda.cases import all_cases, error
-from cuda.inputs import SMALL, Inputs
 
 
 def report(layout: int, rows: int) -> list[dict[str, object]]:
@@ -36,8 +36,8 @@ def report(layout: int, rows: int) -> list[dict[str, object]]:
 def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", RuntimeWarning)  # masked lanes overflow; numpy says so, a GPU does not
-    out, *rows = sys.argv[1:]
-    result = {str(layout): [entry for count in rows for entry in report(layout, int(count))] for layout in (90, 100)}
+    out, layout, rows = sys.argv[1:]
+    result = report(int(layout), int(rows))
     with open(out, "w", encoding="utf-8") as file:
         json.dump(result, file, indent=1)
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import triton
-from deepinfer_backends.cuda_sm100.launch import Launch, plain_function
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from deepinfer_backends.cuda_sm100.launch import Launch, plain_function
 
 _TYPES = {
     torch.bfloat16: "*bf16",

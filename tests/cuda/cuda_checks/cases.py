@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda.inputs import Geometry, Inputs
+from cuda_checks.inputs import Geometry, Inputs
 from deepinfer_core.backend.formats import CacheFormat
 from deepinfer_core.backend.kernels import Kernels
 from deepinfer_core.backend.types import (
@@ -48,7 +48,6 @@ class Case:
 # One bfloat16 rounding of a sum taken in another order flips few results by one step: 2^-8 of them at most, spread over the norm.
 ROUNDED = 4e-3
 FLOAT = 1e-5  # float32 results: order of summation, approximate exp
-
 
 
 def _nothing(_: Kernels) -> None:
@@ -90,19 +89,29 @@ def linear_cases(g: Geometry, i: Inputs, rows: int) -> list[Case]:
                 "quantized_linear",
                 lambda k, w=weights, x=x: (k.prepare_linear(w), k.quantize(x)),
                 lambda k, s: {"y": k.quantized_linear(s[1], s[0])},
-                ROUNDED, n * size + 2.0 * rows * (size + n), 2.0 * rows * n * size, note,
-            )  # fmt: skip
+                ROUNDED,
+                n * size + 2.0 * rows * (size + n),
+                2.0 * rows * n * size,
+                note,
+            )
         )
     x = i.bf16(rows, g.hidden)
-    for note, n, dtype in (("router", g.experts, torch.float32), ("index wk", g.index_dim, None), ("compressor", 2 * g.head_dim, torch.float32)):
+    for note, n, dtype in (
+        ("router", g.experts, torch.float32),
+        ("index wk", g.index_dim, None),
+        ("compressor", 2 * g.head_dim, torch.float32),
+    ):
         weight = [i.bf16_weight(n, g.hidden)]
         cases.append(
             Case(
                 "linear",
                 lambda k, w=weight: k.prepare_linear(w),
                 lambda k, s, dtype=dtype: {"y": k.linear(x, s, dtype)},
-                FLOAT if dtype else ROUNDED, 2.0 * n * g.hidden + rows * (2 * g.hidden + 4 * n), 2.0 * rows * n * g.hidden, note,
-            )  # fmt: skip
+                FLOAT if dtype else ROUNDED,
+                2.0 * n * g.hidden + rows * (2 * g.hidden + 4 * n),
+                2.0 * rows * n * g.hidden,
+                note,
+            )
         )
     out = i.bf16(rows, g.heads, g.head_dim)
     inner = g.heads * g.head_dim // g.o_groups
@@ -113,8 +122,10 @@ def linear_cases(g: Geometry, i: Inputs, rows: int) -> list[Case]:
             "attention_output",
             lambda k: (k.prepare_linear(wo_a), k.prepare_linear(wo_b)),
             lambda k, s: {"y": k.attention_output(out, s[0], s[1], g.o_groups)},
-            2e-2, size + 2.0 * rows * (g.heads * g.head_dim + g.hidden), 2.0 * rows * size,
-        )  # fmt: skip
+            2e-2,
+            size + 2.0 * rows * (g.heads * g.head_dim + g.hidden),
+            2.0 * rows * size,
+        )
     )
     return cases
 
@@ -271,8 +282,9 @@ def engram_cases(g: Geometry, i: Inputs, rows: int) -> list[Case]:
             "engram_gather",
             lambda k: (k.prepare_engram_table(table), k.prepare_linear(wkv)),
             lambda k, s: {"y": k.quantized_linear(k.engram_gather(s[0], index), s[1])},
-            ROUNDED, 3.0 * rows * inner,
-        ),  # fmt: skip
+            ROUNDED,
+            3.0 * rows * inner,
+        ),
         Case(
             "engram_gate", _nothing, lambda k, _: {"x": k.engram_gate(streams, kv, q_weight, k_weight, 1e-20, mask)}, ROUNDED, 3.25 * stream
         ),
@@ -301,11 +313,14 @@ def moe_cases(g: Geometry, i: Inputs, rows: int) -> list[Case]:
     return [
         Case("moe_gate", lambda k: k.prepare_linear(gate), route, FLOAT, 2.0 * g.experts * g.hidden + 2.0 * rows * g.hidden),
         Case(
-            "moe", prepared, lambda k, s: {"y": k.moe(s[2], routing, s[0], s[1], 10.0)}, 2e-2,
+            "moe",
+            prepared,
+            lambda k, s: {"y": k.moe(s[2], routing, s[0], s[1], 10.0)},
+            2e-2,
             used * expert_bytes + 3 * g.hidden * g.intermediate + rows * g.hidden * 4.0,
             6.0 * rows * (g.top_k + 1) * g.hidden * g.intermediate,
         ),
-    ]  # fmt: skip
+    ]
 
 
 def draft_cases(g: Geometry, i: Inputs, rows: int) -> list[Case]:
@@ -313,11 +328,14 @@ def draft_cases(g: Geometry, i: Inputs, rows: int) -> list[Case]:
     head, hidden, weight = [i.bf16_weight(g.vocab, g.markov_rank)], i.bf16(rows, g.hidden), i.bf16(1, g.hidden + g.markov_rank, scale=0.02)
     return [
         Case(
-            "markov_logits", lambda k: k.prepare_linear(head), lambda k, s: {"x": k.markov_logits(base, previous, embed, s)}, FLOAT,
+            "markov_logits",
+            lambda k: k.prepare_linear(head),
+            lambda k, s: {"x": k.markov_logits(base, previous, embed, s)},
+            FLOAT,
             2.0 * g.vocab * g.markov_rank + 8.0 * rows * g.vocab,
         ),
         Case("confidence", _nothing, lambda k, _: {"c": k.confidence(hidden, previous, embed, weight, 1.0)}, FLOAT, 2.0 * rows * g.hidden),
-    ]  # fmt: skip
+    ]
 
 
 def sampling_cases(g: Geometry, i: Inputs, rows: int) -> list[Case]:
