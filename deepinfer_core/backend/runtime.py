@@ -81,6 +81,13 @@ class DeviceRuntime(ABC):
     def memory(self) -> MemoryInfo:
         """Current memory figures."""
 
+    def peak_bytes(self, work: Callable[[], None]) -> int | None:
+        """(optional) Runs `work` and returns the device memory that it needed beyond what was in use before; None: cannot tell.
+
+        A backend that can tell lets the engine size its caches with what a full step leaves free.
+        """
+        return None
+
     @abstractmethod
     def forbid_sync(self) -> AbstractContextManager[None]:
         """(guard) Inside, anything that blocks the host on the device raises. A device that cannot tell does nothing."""

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from deepinfer_core.backend.capabilities import Capabilities
 from deepinfer_core.backend.formats import CacheFormat, Numerics
 from deepinfer_core.backend.kernels import Kernels
@@ -23,6 +25,7 @@ from deepinfer_core.checkpoint.tokenizer import Tokenizer
 from deepinfer_core.config import EngineConfig
 from deepinfer_core.engine.limits import SchedulerLimits
 from deepinfer_core.errors import ConfigError, EngineError
+from deepinfer_core.model.batch import SequenceInputs
 from deepinfer_core.model.loaded import CacheFormats, CacheSizes, LoadedModel
 
 PAGE_TOKENS = 128
@@ -69,8 +72,11 @@ def start(config: EngineConfig, progress: Callable[[str], None] = lambda part: N
         refuse_inherited(kernels, type(backend), registry)
     runtime = backend.runtime(config.backend.device)
     try:
-        sizes = cache_sizes(config, limits, layout, runtime)
-        loaded = LoadedModel(source, tokenizer_path, kernels, layout, sizes, drafter=drafts > 0, progress=progress)
+        refuse_weights_too_large(source.total_bytes, runtime)
+        first = CacheSizes(1 + layout.pages_for(limits.max_positions), 2, limits.max_positions)  # for the profile run
+        loaded = LoadedModel(source, tokenizer_path, kernels, layout, first, drafter=drafts > 0, progress=progress)
+        sizes = cache_sizes(config, limits, layout, runtime, activation_bytes(loaded, limits, runtime))
+        loaded.resize(sizes)
     except BaseException:
         runtime.close()
         raise
@@ -145,8 +151,37 @@ def scheduler_limits(config: EngineConfig, text: TextConfig) -> SchedulerLimits:
     )
 
 
-def cache_sizes(config: EngineConfig, limits: SchedulerLimits, layout: CacheLayout, runtime: DeviceRuntime) -> CacheSizes:
-    """Pages and state slots. Raises EngineError, with the arithmetic, if not even one request of full length fits."""
+def refuse_weights_too_large(weights: int, runtime: DeviceRuntime) -> None:
+    """Raises EngineError before anything is loaded if the checkpoint's tensors alone exceed the device's free memory."""
+    available = runtime.memory().available
+    if weights > available:
+        raise EngineError(
+            f"device memory: the checkpoint's tensors take {weights} bytes, {available} bytes are free on {runtime.device}; free memory, use "
+            "a device with more, or a checkpoint with fewer layers"
+        )
+
+
+def activation_bytes(loaded: LoadedModel, limits: SchedulerLimits, runtime: DeviceRuntime) -> int:
+    """Memory that the largest step needs besides weights and caches, measured by running it; 0 where the device cannot tell."""
+    rows = min(limits.max_num_batched_tokens, limits.max_positions - 1)
+    outputs = min(limits.max_num_seqs * (1 + limits.num_draft_tokens), rows)
+
+    @torch.inference_mode()
+    def largest_step() -> None:
+        device = loaded.kernels.device
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        table = torch.arange(1, 1 + loaded.layout.pages_for(limits.max_positions), dtype=torch.int32, device=device)[None]
+        history = torch.full((1, limits.history), -1, dtype=torch.int64, device=device)
+        tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        inputs = SequenceInputs(zero + rows, zero, zero + 1, table, zero, zero, history, tokens)
+        hidden = loaded.model.forward(loaded.batch(inputs), loaded.caches).hidden
+        loaded.model.logits(hidden[:outputs]).softmax(-1)
+
+    return runtime.peak_bytes(largest_step) or 0
+
+
+def cache_sizes(config: EngineConfig, limits: SchedulerLimits, layout: CacheLayout, runtime: DeviceRuntime, reserved: int) -> CacheSizes:
+    """Pages and state slots, leaving `reserved` bytes free. Raises EngineError, with the arithmetic, if no request of full length fits."""
     slots = config.num_state_slots
     most = 1 + limits.max_num_seqs * layout.pages_for(limits.max_positions)  # more would never be used
     memory = runtime.memory()
@@ -155,8 +190,12 @@ def cache_sizes(config: EngineConfig, limits: SchedulerLimits, layout: CacheLayo
     elif config.cache.memory_bytes is not None:
         pages = min(layout.pages_that_fit(config.cache.memory_bytes, slots), most)
     else:
-        share = HOST_CACHE_SHARE if runtime.device.type == "cpu" else config.cache.gpu_memory_utilization
-        pages = min(layout.pages_that_fit(int(memory.available * share), slots), most)
+        if runtime.device.type == "cpu":
+            budget = int(memory.available * HOST_CACHE_SHARE)
+        else:
+            kept_free = int(memory.total * (1 - config.cache.gpu_memory_utilization))
+            budget = memory.available - kept_free - reserved
+        pages = min(layout.pages_that_fit(max(budget, 0), slots), most)
     need = 1 + layout.pages_for(limits.max_positions)
     if pages < need and config.cache.num_pages is None:
         raise EngineError(

@@ -47,7 +47,10 @@ class CacheSizes:
 
 
 class LoadedModel:
-    """Everything one process keeps on its device for one checkpoint."""
+    """Everything one process keeps on its device for one checkpoint.
+
+    `resize` replaces the caches, once the memory that is left is known.
+    """
 
     def __init__(
         self,
@@ -62,8 +65,17 @@ class LoadedModel:
         config = source.config.text_config
         engram = engram_tables(source.config, tokenizer_path) if config.engram_layer_ids else None
         weights = WeightLoader(source, kernels, engram).load(drafter, progress)
-        compressors = [ring.rows for ring in layout.rings if ring.kind == "compressor"]
         self.config, self.kernels, self.layout = config, kernels, layout
+        self.token_map = torch.from_numpy(engram.token_map).to(kernels.device) if engram else None
+        self.pad_id = engram.pad_id if engram else 0
+        self.model = Model(config, kernels, weights, sizes.max_positions)
+        self.drafts = drafter
+        self.resize(sizes)
+
+    def resize(self, sizes: CacheSizes) -> None:
+        """Drops the caches and allocates new ones. `sizes.max_positions` must not grow."""
+        config, layout = self.config, self.layout
+        compressors = [ring.rows for ring in layout.rings if ring.kind == "compressor"]
         self.geometry = BatchGeometry(
             window=config.sliding_window,
             ring=layout.ring_rows,
@@ -71,13 +83,11 @@ class LoadedModel:
             state_slots=sizes.state_slots,
             page_tokens=layout.page_tokens,
             ratios=tuple(sorted({spec.ratio for spec in config.layers if spec.ratio})),
-            ngram=config.engram_max_ngram_size if engram else 0,
+            ngram=config.engram_max_ngram_size if self.token_map is not None else 0,
         )
-        self.token_map = torch.from_numpy(engram.token_map).to(kernels.device) if engram else None
-        self.pad_id = engram.pad_id if engram else 0
-        self.caches = ModelCaches(config, layout, sizes.pages, sizes.state_slots, kernels.device)
-        self.model = Model(config, kernels, weights, sizes.max_positions)
-        self.drafter = Drafter(self.model, self.geometry) if drafter else None
+        self.__dict__.pop("caches", None)  # freed before the new ones are allocated
+        self.caches = ModelCaches(config, layout, sizes.pages, sizes.state_slots, self.kernels.device)
+        self.drafter = Drafter(self.model, self.geometry) if self.drafts else None
 
     def batch(self, sequences: SequenceInputs) -> StepBatch:
         """Metadata of one step."""
