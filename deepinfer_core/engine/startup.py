@@ -156,7 +156,7 @@ def refuse_weights_too_large(weights: int, runtime: DeviceRuntime) -> None:
     available = runtime.memory().available
     if weights > available:
         raise EngineError(
-            f"device memory: the checkpoint's tensors take {weights} bytes, {available} bytes are free on {runtime.device}; free memory, use "
+            f"device memory: the checkpoint's tensors take {weights} bytes, {available} bytes are free on {runtime.device}; free some, use "
             "a device with more, or a checkpoint with fewer layers"
         )
 
