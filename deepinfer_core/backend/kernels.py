@@ -187,7 +187,8 @@ class Kernels(ABC):
     def store_index_keys(self, key: Tensor, norm_weight: Tensor, eps: float, rope: Rope, pages: PagedEntries, slots: Tensor) -> None:
         """Stores index keys: key [T, d] -> rms_norm (rounded) -> rotation of the last rd dims (rounded) -> `pages.format`.
 
-        FP4_INDEX: per 32 values, amax = max(max|x|, 6*2^-126), s = 2^ceil(log2(amax/6)), e2m1(x/s). Slots as in `store_entries`.
+        FP4_INDEX: per 32 values, amax = max(max|x|, 6*2^-126), s = 2^ceil(log2(amax/6)), e2m1(x/s); in `release` other formats keep
+        values of this grid, as queries have it. Slots as in `store_entries`.
         Mutates: pages.data.
         """
 

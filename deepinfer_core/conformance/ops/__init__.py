@@ -1,0 +1,1 @@
+"""One module per op group, each with `OPS`: the descriptions of its ops."""

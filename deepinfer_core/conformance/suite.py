@@ -1,0 +1,121 @@
+"""One run of the suite: which levels, in which order, with which cases."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepinfer_core import __version__
+from deepinfer_core.backend.kernels import OPS
+from deepinfer_core.backend.ops import op_table
+from deepinfer_core.backend.registry import Registry, discover
+from deepinfer_core.conformance.known import KnownFailures
+from deepinfer_core.conformance.op_level import OpCase, OpFilter, op_cases, run_op_case
+from deepinfer_core.conformance.results import LEVELS, CaseResult, Report
+from deepinfer_core.conformance.subject import Subject
+from deepinfer_core.conformance.watchdog import Watchdog
+from deepinfer_core.errors import BackendError, ConfigError, nearest
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run."""
+
+    levels: tuple[str, ...] = LEVELS
+    filter: OpFilter = field(default_factory=OpFilter)
+    seeds: tuple[int, ...] = (0,)
+    time_limit: float = 60.0  # seconds for one case
+    known: KnownFailures = field(default_factory=KnownFailures)
+
+    def __post_init__(self) -> None:
+        for level in self.levels:
+            if level not in LEVELS:
+                raise ConfigError(f"unknown level {level!r}{nearest(level, LEVELS)}")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One case that is ready to run."""
+
+    level: str
+    id: str
+    run: Callable[[Subject, Watchdog], CaseResult]
+
+
+def open_subject(name: str, device: str = "", emulate: bool = False, registry: Registry | None = None) -> Subject:
+    """The backend called `name`, probed. Raises BackendError if it is unknown or cannot be used here."""
+    found = (registry or discover()).find(name)
+    backend = found.backend()
+    if emulate:
+        emulated = backend.emulated()
+        if emulated is None:
+            raise BackendError(f"backend {name!r} has no emulation; run without --emulate on a machine that has its device")
+        backend = emulated
+    probe = backend.probe()
+    if not probe.available:
+        also = " (`--emulate` runs its kernels on the CPU)" if not emulate and backend.emulated() is not None else ""
+        raise BackendError(f"backend {name!r} is not available here: {' '.join(probe.reasons)}{also}")
+    return Subject(backend, device)
+
+
+def tasks(subject: Subject, plan: Plan) -> list[Task]:
+    """Every case of the plan. Raises ConfigError if a filter leaves nothing of the `ops` level."""
+    found = [task for level in LEVELS if level in plan.levels for task in _of_level(level, subject, plan)]
+    if "ops" in plan.levels and not any(task.level == "ops" for task in found):
+        raise ConfigError(_nothing_matches(plan.filter))
+    return found
+
+
+def run(
+    subject: Subject, plan: Plan, registry: Registry | None = None, progress: Callable[[CaseResult], Any] = lambda result: None
+) -> Report:
+    """Runs the plan and returns the report. `progress` sees every result as it comes."""
+    todo = tasks(subject, plan)
+    report = new_report(subject, plan, registry)
+    watchdog = Watchdog(plan.time_limit)
+    for task in todo:
+        result = plan.known.apply(task.run(subject, watchdog))
+        report.results.append(result)
+        progress(result)
+    watchdog.close()
+    report.notes += plan.known.notes()
+    return report
+
+
+def new_report(subject: Subject, plan: Plan, registry: Registry | None = None) -> Report:
+    """An empty report with what is known before the run."""
+    import torch
+
+    table = op_table(type(subject.kernels(subject.numerics()[0])), type(subject.backend), registry or discover())
+    about = {
+        "devices": "; ".join(subject.backend.probe().devices),
+        "core": __version__,
+        "torch": torch.__version__,
+        "levels": ", ".join(plan.levels),
+        "seeds": ", ".join(map(str, plan.seeds)),
+        "numerics": ", ".join(subject.numerics()),
+    }
+    return Report(subject.name, str(subject.torch_device), about, origins={origin.op: origin.status for origin in table})
+
+
+def _of_level(level: str, subject: Subject, plan: Plan) -> Iterator[Task]:
+    if level == "ops":
+        for seed in plan.seeds:
+            for case in op_cases(subject.numerics(), seed, plan.filter):
+                yield Task("ops", case.id, _op_run(case))
+
+
+def _op_run(case: OpCase) -> Callable[[Subject, Watchdog], CaseResult]:
+    return lambda subject, watchdog: run_op_case(subject, case, watchdog)
+
+
+def _nothing_matches(chosen: OpFilter) -> str:
+    ops = [op for op in OPS if fnmatch.fnmatchcase(op, chosen.ops)]
+    if not ops:
+        return f"--ops {chosen.ops!r} matches no op{nearest(chosen.ops, OPS)}"
+    from deepinfer_core.conformance.describe import descriptions
+
+    known = sorted({geometry.name for op in ops for geometry in descriptions()[op].geometries})
+    return f"--geometry {chosen.geometry!r} matches no geometry of {', '.join(ops)} in this run{nearest(chosen.geometry, known)}"
