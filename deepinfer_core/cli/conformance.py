@@ -1,4 +1,4 @@
-"""Test a backend against the contract: op by op, the model, the engine, every claim."""
+"""Test a backend against the contract, level by level."""
 
 from __future__ import annotations
 
