@@ -115,7 +115,7 @@ class Runner:
         assert previous is not None
         assert previous.device is not None
         remap = self._upload(plan.remap)
-        survival = previous.device.confidences.cumprod(1)[remap.clamp_min(0)]
+        survival = previous.device.confidences.nan_to_num(0.0).cumprod(1)[remap.clamp_min(0)]
         survival = survival.masked_fill((remap < 0)[:, None], 0.0)
         survival = survival.masked_fill(self._upload(plan.is_prefill)[:, None], -1.0)
         count, drafts = survival.shape
@@ -140,7 +140,7 @@ class Runner:
         keep_from = device.pop("keep_from")
         handle.start, handle.tokens = device["start"], device["tokens"]
         device["tokens"] = device["tokens"].clamp_min(0)  # a draft that does not exist is never accepted: any id will do
-        table, truncation = self._upload(plan.block_table), self._truncation(plan, keep_from)
+        table, truncation = self._upload(plan.block_table), self._truncation(plan, keep_from, device["query_len"])
         inputs = SequenceInputs(**device, block_table=table, truncation=truncation)
         size = None
         if self.graphs is not None and not plan.is_prefill.any():
@@ -168,22 +168,29 @@ class Runner:
         offset = torch.arange(total, device=remap.device) - (query_len.cumsum(0) - query_len)[sequence]
         made = torch.cat((previous.tokens[:, None], previous.drafts), 1)[source]  # [S, 1+D]
         fresh = made[sequence, offset.clamp_max(made.shape[1] - 1)]
-        device["tokens"] = torch.where(known[sequence], device["tokens"], fresh)
+        # The host packed its tokens for the rows it planned, which the device may have spread differently.
+        planned = plan.query_len.astype(np.int64)
+        length, begin = self._upload(planned)[sequence], self._upload(planned.cumsum() - planned)[sequence]
+        told = torch.where(offset < length, device["tokens"][(begin + offset).clamp_max(total - 1)], -1)
+        device["tokens"] = torch.where(known[sequence], told, fresh)
         ids = torch.cat((device["history"], previous.verified[source]), 1)
         window = accepted[:, None] + torch.arange(device["history"].shape[1], device=remap.device)
         device["history"] = ids.gather(1, window)
 
-    def _truncation(self, plan: StepPlan, keep_from: Tensor) -> Truncation | None:
+    def _truncation(self, plan: StepPlan, keep_from: Tensor, query_len: Tensor) -> Truncation | None:
         if not plan.keep_from.any():
             return None
-        kept = self._kept(plan)
-        return Truncation(keep_from, None if kept is None else self._upload(kept), 0 if kept is None else int(kept.sum()))
+        if not self.compact:
+            return Truncation(keep_from, None)
+        dropped = self._dropped(plan)
+        return Truncation(keep_from, query_len - self._upload(dropped), len(plan.tokens) - int(dropped.sum()))
 
-    def _kept(self, plan: StepPlan) -> np.ndarray | None:
-        """Rows of each sequence that go through the decoder half; None if all do."""
-        if not self.compact or not plan.keep_from.any():
-            return None
-        return np.clip(plan.start + plan.query_len - plan.keep_from, 1, plan.query_len).astype(np.int64)
+    def _dropped(self, plan: StepPlan) -> np.ndarray:
+        """Rows of each sequence, counted from its first, that skip the decoder half. A sequence keeps its last row at least."""
+        if not self.compact:
+            return np.zeros(len(plan.requests), np.int64)
+        kept = np.clip(plan.start + plan.query_len - plan.keep_from, 1, plan.query_len)
+        return np.where(plan.is_prefill, plan.query_len - kept, 0).astype(np.int64)
 
     # ------------------------------------------------------------------ second half
 
@@ -222,8 +229,7 @@ class Runner:
         plan, forward = handle.plan, handle.forward
         assert forward is not None
         outputs = DeviceOutputs(len(plan.requests), self.nextn, self.loaded.kernels.device)
-        kept = self._kept(plan)
-        ends = np.cumsum(handle.rows if kept is None else kept)
+        ends = np.cumsum(handle.rows - self._dropped(plan))
         if rows:
             drafts = np.array([row.drafts for row in rows], dtype=np.int64)
             picked = np.concatenate([np.arange(ends[s] - 1 - d, ends[s]) for s, d in zip(sampled, drafts, strict=True)])
