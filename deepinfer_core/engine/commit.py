@@ -41,7 +41,8 @@ class Committer:
         self._count(plan, result, emitted, kept, live)
         finished = tuple(self.ledger.finished)
         self.ledger.finished.clear()
-        return StepUpdates(plan, kept, first, np.maximum(emitted - 1, 0), live, result.tokens, finished, warnings)
+        verified = plan.num_drafts if result.query_len is None else np.where(plan.is_prefill, 0, result.query_len - 1)
+        return StepUpdates(plan, kept, first, verified, np.maximum(emitted - 1, 0), live, result.tokens, finished, warnings)
 
     def _preempted(self, rows: np.ndarray) -> np.ndarray:
         """Which rows belong to requests that were preempted while this step ran. Their tokens are good: only their cache is gone."""

@@ -116,6 +116,7 @@ class StepUpdates:
     plan: StepPlan
     counts: np.ndarray  # int [S] output tokens kept; 0 for requests that had ended
     first: np.ndarray  # int [S] output index of the first of them
+    verified: np.ndarray  # int [S] drafts verified, as the device spread them
     accepted: np.ndarray  # int [S] drafts accepted
     live: np.ndarray  # bool [S] the request had not ended before this step
     tokens: np.ndarray  # int [S, 1 + D], see StepResult
@@ -128,7 +129,7 @@ class StepUpdates:
         for s in np.flatnonzero(wanted):
             count = self.counts[s]
             yield RequestUpdate(
-                plan.requests[s], int(s), self.tokens[s, :count], int(self.first[s]), int(plan.num_drafts[s]), int(self.accepted[s])
+                plan.requests[s], int(s), self.tokens[s, :count], int(self.first[s]), int(self.verified[s]), int(self.accepted[s])
             )
 
 
