@@ -20,6 +20,7 @@ from deepinfer_backends.cuda_sm100.products import decoded_pairs
 from deepinfer_core.backend.types import Rope, SelectedEntries, WindowKeys
 
 _KEYS = 32  # keys of one block: two blocks in flight, their decoded copy and the query fill the shared memory of a multiprocessor
+_MOST_SPLITS = 32
 _PROGRAMS = 132  # multiprocessors of an H200; one program fills one
 
 
@@ -99,12 +100,12 @@ def _finish(
     tl.store(at, tl.join(even, odd).to(tl.bfloat16), mask=(head < heads)[:, None, None] & (pair < dim // 2)[None, :, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns", "window_stride", "table_stride", "selected_stride", "window_blocks", "split_blocks"])
 def _attention_kernel(
     query, out, part_top, part_total, part_out, window_index, ring, current, selected, pages, block_table, sequence, sink, table, positions,
     scale, heads, dim, stride, head_stride, columns, window_stride, ring_rows, ring_n, ring_stride, ring_step, current_stride,
     topk, selected_stride, table_stride, page_n, page_stride, page_step, page_scale_first, page_scale_step, window_blocks, split_blocks,
-    H: tl.constexpr, P: tl.constexpr, K: tl.constexpr, RD: tl.constexpr, SELECTED: tl.constexpr, FP4: tl.constexpr, SPLITS: tl.constexpr,
+    H: tl.constexpr, P: tl.constexpr, K: tl.constexpr, RD: tl.constexpr, SELECTED: tl.constexpr, FP4: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Blocks split*split_blocks .. of one row's keys: window blocks first, then selected ones."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -149,17 +150,17 @@ def _attention_kernel(
             else:
                 k_even, k_odd = _fp8_keys(data, scales, inside, 2 * P, P, dim, K)
             top, total, out_even, out_odd = _attend(q_even, q_odd, k_even, k_odd, inside, scale, top, total, out_even, out_odd)
-    if SPLITS == 1:
+    if not SPLIT:
         _finish(out_even, out_odd, top, total, sink, table, positions, out, row, head, heads, dim, P, RD)
     else:
-        at = (row * SPLITS + split) * H + head
+        at = (row * tl.num_programs(1) + split) * H + head
         tl.store(part_top + at, top)
         tl.store(part_total + at, total)
         tl.store(part_out + at[:, None] * (2 * P) + pair[None, :], out_even)
         tl.store(part_out + at[:, None] * (2 * P) + P + pair[None, :], out_odd)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge_kernel(
     part_top, part_total, part_out, out, sink, table, positions, heads, dim, splits,
     H: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr, RD: tl.constexpr, SPLITS: tl.constexpr,
@@ -199,7 +200,7 @@ class AttentionOps:
         columns, topk = window.index.shape[1], selected.index.shape[1] if selected else 0
         window_blocks = ceil_div(columns, _KEYS)
         blocks = window_blocks + ceil_div(topk, _KEYS)
-        split_blocks = blocks if self._invariant else ceil_div(blocks, max(1, min(blocks, _PROGRAMS // max(rows, 1))))
+        split_blocks = blocks if self._invariant else ceil_div(blocks, max(1, min(blocks, _MOST_SPLITS, _PROGRAMS // max(rows, 1))))
         splits = ceil_div(blocks, max(split_blocks, 1))
         h, p, rd = power_of_two(heads, 16), power_of_two(dim // 2, 16), rope.table.shape[1]
         part_out = torch.empty(rows, splits, h, 2 * p, device=device) if splits > 1 else None
@@ -219,11 +220,11 @@ class AttentionOps:
             window.index.stride(0), window.ring.data.shape[0] * ring.n, ring.n, ring.group_stride, ring.data_step, window.current.stride(0),
             topk, *strides, pages.n, pages.group_stride, pages.data_step, pages.scale_first, pages.scale_step, window_blocks, split_blocks,
             warps=8, stages=2, H=h, P=p, K=_KEYS, RD=rd, SELECTED=selected is not None,
-            FP4=selected is not None and FORMATS[selected.pages.format] == 1, SPLITS=splits,
+            FP4=selected is not None and FORMATS[selected.pages.format] == 1, SPLIT=splits > 1,
         )  # fmt: skip
         if splits > 1:
             launch(
                 _merge_kernel, (rows, h // 16), part_sums[0], part_sums[1], part_out, out, sink, rope.table, rope.positions, heads, dim,
-                splits, warps=8, H=h, ROWS=16, P=p, RD=rd, SPLITS=power_of_two(splits),
+                splits, warps=8, H=h, ROWS=16, P=p, RD=rd, SPLITS=_MOST_SPLITS,
             )  # fmt: skip
         return out

@@ -71,7 +71,7 @@ def _scores_of(
     return tl.sum(tl.reshape(tl.maximum(dots, 0.0) * share[None, :], (K, R, H)), 2)
 
 
-@triton.jit(do_not_specialize=["rows", "first_row"])
+@triton.jit(do_not_specialize=["rows", "first_row", "width", "count", "table_stride"])
 def _score_kernel(
     query, query_scales, weight, pages, table, sequence, visible, candidates, scores, rows, first_row, width, count, table_stride,
     page_stride, n, data_bytes, section, heads, dim,
@@ -110,7 +110,7 @@ def _score_kernel(
             previous = own
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "blocks"])
 def _block_max_kernel(scores, visible, best, width, blocks, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Highest visible score of each block of SIZE entries; +inf for the row's last visible block."""
     row = tl.program_id(0).to(tl.int64)
@@ -122,7 +122,7 @@ def _block_max_kernel(scores, visible, best, width, blocks, SIZE: tl.constexpr, 
     tl.store(best + row * blocks + block, value, mask=block < blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "count", "parts"])
 def _select_kernel(
     scores, index, candidates, visible, out_scores, out_index, width, count, topk, parts, unit,
     INDEXED: tl.constexpr, SIZE: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr,

@@ -23,7 +23,7 @@ _KEYS_PER_ROW = 64
 _KEYS = 64  # keys of one block
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries", "table_stride"])
 def _expand_kernel(
     cache, table, out, entries, n, group_stride, data_step, scale_first, scale_step, dim, table_stride,
     PAGED: tl.constexpr, FP4: tl.constexpr, P: tl.constexpr,
@@ -53,7 +53,7 @@ def _expand_kernel(
     tl.store(out + i * dim + pair[:, None] * 2 + two[None, :], both.to(tl.bfloat16), mask=inside[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns", "width", "window_stride", "selected_stride", "first_entry", "entries", "nothing"])
 def _join_kernel(
     window, selected, sequence, out, columns, topk, width, window_stride, selected_stride, first_entry, entries, nothing,
     SELECTED: tl.constexpr, BLOCK: tl.constexpr,
@@ -68,7 +68,7 @@ def _join_kernel(
     tl.store(out + row * width + c, tl.where(index >= 0, index, nothing), mask=c < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "nothing"])
 def _rows_kernel(
     query, keys, index, sink, table, positions, out, scale, heads, width, stride, head_stride, nothing,
     DIM: tl.constexpr, H: tl.constexpr, D: tl.constexpr, K: tl.constexpr, RD: tl.constexpr,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer_backends.cuda_sm100.launch import launch, power_of_two
+from deepinfer_backends.cuda_sm100.launch import ceil_div, launch, power_of_two
 from deepinfer_core.backend.types import Routing, Weight
 
 
@@ -97,8 +97,9 @@ def expert_plan(ids: Tensor, experts: int, tile_rows: int) -> ExpertPlan:
     pairs = ids.numel()
     used = min(pairs, experts)
     tiles = min(pairs, used + pairs // tile_rows)
-    buffer = torch.empty(2 * pairs + 3 * tiles + 1, dtype=torch.int32, device=ids.device)
-    order, position, expert, first, last, count = buffer.split([pairs, pairs, tiles, tiles, tiles, 1])
+    sizes = [ceil_div(size, 4) * 4 for size in (pairs, pairs, tiles, tiles, tiles, 1)]  # 16 bytes: every piece is aligned alike
+    buffer = torch.empty(sum(sizes), dtype=torch.int32, device=ids.device)
+    order, position, expert, first, last, count = buffer.split(sizes)
     launch(
         _plan_kernel, (experts if pairs else 0,), ids, order, position, expert, first, last, count, pairs, experts,
         R=tile_rows, E=power_of_two(experts, 32), BLOCK=min(1024, power_of_two(pairs, 32)),

@@ -44,7 +44,8 @@ class Compiled:
 
 
 def signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], Any]]:
-    """(types, constants, attributes) of a launch, specialised as Triton does: ones and Nones are constants, multiples of 16 are marked."""
+    """(types, constants, attributes) of a launch, specialised as Triton's launcher does (so that its cache
+    then holds the kernel): ones and Nones are constants, multiples of 16 are marked."""
     types: dict[str, str] = {}
     constants: dict[str, Any] = dict(launch.constants)
     attributes: dict[tuple[int], Any] = {}
@@ -62,8 +63,8 @@ def signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tupl
             constants[name] = value
         elif isinstance(value, int):
             types[name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0 and not parameter.do_not_specialize:
-                attributes[(index,)] = _DIVISIBLE
+            if not parameter.do_not_specialize:
+                attributes[(index,)] = _DIVISIBLE if value % 16 == 0 else []
         else:
             types[name] = "fp32"
     return types, constants, attributes
