@@ -42,7 +42,7 @@ def _check(rank: int, rendezvous: str) -> None:
             assert torch.equal(group.receive(passed, 0).view(torch.uint8), _values(0, torch.uint8))
     assert group.all_reduce(torch.full((2,), 1.0 + rank)).tolist() == [3.0, 3.0]
     assert group.reduce_scatter(torch.arange(4.0).view(2, 2) + rank).tolist() == [[1.0 + 4 * rank, 3.0 + 4 * rank]]
-    with pytest.raises(TypeError, match="all_reduce of torch.float8_e4m3fn: HCCL reduces"):
+    with pytest.raises(TypeError, match=r"all_reduce of torch\.float8_e4m3fn: HCCL reduces"):
         group.all_reduce(_values(rank, FP8))
     with pytest.raises(TypeError, match="uint8"):
         group.all_reduce(_values(rank, FP8).view(torch.uint8))
