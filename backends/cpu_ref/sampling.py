@@ -25,6 +25,10 @@ _UNLIMITED = 1 << 62
 class SamplingOps:
     """Ops `log_probs`, `sample`, `verify` and `apply_token_bitmask` of the Kernels contract."""
 
+    def _argmax(self, x: Tensor) -> Tensor:
+        """int64 [Q]: the lowest index of each row's maximum. torch promises no order on devices other than the CPU."""
+        return x.argmax(-1)
+
     def log_probs(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         greedy = rows.temperature == 0
         scale = torch.where(greedy, 1.0, rows.temperature) if rows.any_greedy else rows.temperature
@@ -33,13 +37,13 @@ class SamplingOps:
             scaled.masked_fill_(~_kept(logits, scaled, rows), -torch.inf)
         result = torch.log_softmax(scaled, dim=-1)
         if rows.any_greedy:
-            one_hot = torch.full_like(result, -torch.inf).scatter_(1, logits.argmax(-1, keepdim=True), 0.0)
+            one_hot = torch.full_like(result, -torch.inf).scatter_(1, self._argmax(logits)[:, None], 0.0)
             result = torch.where(greedy[:, None], one_hot, result)
         return result
 
     def sample(self, log_probs: Tensor, random: RandomRows) -> Tensor:
         words = philox_words(random.seeds, random.positions * CASES + FRESH)
-        return _draw(integer_exp(log_probs), words, log_probs)
+        return _draw(integer_exp(log_probs), words, self._argmax(log_probs))
 
     def verify(self, target: Tensor, draft: Tensor, drafts: Tensor, random: RandomRows, greedy: Tensor) -> Verification:
         has_draft = drafts >= 0
@@ -47,12 +51,12 @@ class SamplingOps:
         words = philox_words(random.seeds.repeat(2), torch.cat((base + ACCEPT, base + has_draft * RESIDUAL)))
         at = drafts.clamp(min=0)[:, None]
         threshold = integer_exp((target.gather(1, at) - draft.gather(1, at))[:, 0], ACCEPT_BITS)
-        best = target.argmax(-1)
+        best = self._argmax(target)
         accepted = torch.where(greedy, drafts == best, (words[0, : len(drafts)] * 2 < threshold) & has_draft)
 
         shrunk = (integer_exp(draft) * ALPHA_FIXED).bitwise_right_shift_(WEIGHT_BITS)
         residual = (integer_exp(target) - shrunk.mul_(has_draft[:, None])).clamp_(min=0)
-        tokens = torch.where(greedy, best, _draw(residual, words[:, len(drafts) :], target))
+        tokens = torch.where(greedy, best, _draw(residual, words[:, len(drafts) :], best))
         mass = residual.sum(-1).to(torch.float32) * 2.0**-WEIGHT_BITS
         return Verification(accepted, tokens, (1 - mass).clamp_(min=0) * has_draft)
 
@@ -75,9 +79,9 @@ def _kept(logits: Tensor, scaled: Tensor, rows: SamplingRows) -> Tensor:
     return kept.logical_and_(scaled >= rows.min_p.log()[:, None])
 
 
-def _draw(weights: Tensor, words: Tensor, log_probs: Tensor) -> Tensor:
-    """The id in whose interval of the running sum of `weights` [Q, V] the draw falls; without any mass the argmax of `log_probs`."""
+def _draw(weights: Tensor, words: Tensor, fallback: Tensor) -> Tensor:
+    """The id in whose interval of the running sum of `weights` [Q, V] the draw falls; without any mass `fallback` [Q]."""
     running = weights.cumsum(-1)
     total = running[:, -1]
     chosen = torch.searchsorted(running, draw_below(words, total.clamp(min=1))[:, None], right=True)[:, 0]
-    return torch.where(total > 0, chosen, log_probs.argmax(-1))
+    return torch.where(total > 0, chosen, fallback)
