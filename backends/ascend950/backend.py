@@ -64,7 +64,7 @@ class AscendBackend(Backend):
         return AscendRuntime(device or "npu:0")
 
     def emulated(self) -> Backend:
-        from deepinfer_backends.ascend950.emulation.backend import EmulatedAscend
+        from deepinfer_backends.ascend950.emulated import EmulatedAscend
 
         return EmulatedAscend()
 

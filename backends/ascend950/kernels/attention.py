@@ -40,7 +40,7 @@ class AttentionOps(LinearOps):
 
     def attention_output(self, out: Tensor, wo_a: Weight, wo_b: Weight, groups: int) -> Tensor:
         width = out.shape[1] * out.shape[2] // groups
-        z = calls.linear_grouped(out.reshape(len(out), groups, width), wo_a.by_group(groups))
+        z = calls.linear_grouped(out.reshape(len(out), groups, width).contiguous(), wo_a.by_group(groups))
         return self.quantized_linear(self.quantize(z.flatten(1)), wo_b)
 
 
