@@ -57,12 +57,15 @@ def examine() -> Machine:
     import torch
 
     version = torch.version.cuda
-    driver = int(torch._C._cuda_getDriverVersion()) if version and hasattr(torch._C, "_cuda_getDriverVersion") else 0
     devices = []
     if version and torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             devices.append(Device(properties.name, (properties.major, properties.minor), properties.total_memory))
+    # Not every torch build tells the driver's version. A driver that shows devices to torch is new enough for it.
+    driver = int(torch._C._cuda_getDriverVersion()) if version and hasattr(torch._C, "_cuda_getDriverVersion") else 0
+    if version and devices:
+        driver = max(driver, 1000 * int(version.split(".")[0]))
     return Machine(version, driver, tuple(devices), importlib.util.find_spec("triton") is not None)
 
 
