@@ -22,8 +22,10 @@ from deepinfer_core.backend.types import (
     HcWeights,
     PagedEntries,
     QuantTensor,
+    RandomRows,
     Rope,
     Routing,
+    SamplingRows,
     SelectedEntries,
     WindowKeys,
     WindowRing,
@@ -436,3 +438,37 @@ def confidence(k: Kernels, s: Source, d: Dims) -> dict[str, Any]:
     return {
         "p": k.confidence(s.normal(d.rows, d.hidden), previous, s.normal(d.vocabulary, 64), s.normal(1, d.hidden + 64, scale=0.05), 1.0)
     }
+
+
+def _sampling_rows(s: Source, d: Dims) -> tuple[SamplingRows, RandomRows]:
+    rows = SamplingRows(
+        s.fixed([i % 3 * 0.7 for i in range(d.rows)], torch.float32),
+        s.fixed([-1 if i % 2 else 5 for i in range(d.rows)], torch.int32),
+        s.fixed([1.0 if i % 4 else 0.8 for i in range(d.rows)], torch.float32),
+        s.fixed([0.0] * d.rows, torch.float32),
+    )
+    return rows, RandomRows(s.integers(0, 2**40, d.rows, dtype=torch.int64), s.integers(0, 1000, d.rows, dtype=torch.int64))
+
+
+@case
+def sample(k: Kernels, s: Source, d: Dims) -> dict[str, Any]:
+    rows, random = _sampling_rows(s, d)
+    log_probs = k.log_probs(s.floats(d.rows, d.vocabulary), rows)
+    return {"p": log_probs.exp(), "exact tokens": k.sample(log_probs, random)}
+
+
+@case
+def verify(k: Kernels, s: Source, d: Dims) -> dict[str, Any]:
+    _, random = _sampling_rows(s, d)
+    target, draft = (s.floats(d.rows, d.vocabulary).log_softmax(-1) for _ in range(2))
+    drafts, greedy = s.integers(-1, d.vocabulary, d.rows, dtype=torch.int64), s.fixed([i % 2 == 0 for i in range(d.rows)], torch.bool)
+    result = k.verify(target, draft, drafts, random, greedy)
+    return {"exact accepted": result.accepted, "exact tokens": result.tokens, "estimate": result.estimate}
+
+
+@case
+def apply_token_bitmask(k: Kernels, s: Source, d: Dims) -> dict[str, Any]:
+    logits = s.floats(d.rows, d.vocabulary)
+    mask = s.integers(-(2**31), 2**31 - 1, d.rows // 2, -(-d.vocabulary // 32))
+    k.apply_token_bitmask(logits, mask, s.fixed(range(d.rows // 2), torch.int64))
+    return {"exact logits": logits}
