@@ -2,7 +2,7 @@
 
 A program handles all heads of one row and a share of its keys (so that few rows still fill the device); shares are merged by their
 log-sum-exp. Vectors are held as even and odd elements: rotations and e2m1 bytes then need no shuffles, and a product over the whole
-vector is the sum of two.
+vector is the sum of two. On SM100 they are put side by side for the products: two accumulators would not fit its tensor memory.
 """
 
 from __future__ import annotations
@@ -57,11 +57,23 @@ def _fp4_keys(data, scales, inside, P: tl.constexpr, dim, K: tl.constexpr):
 
 
 @triton.jit
-def _attend(q_even, q_odd, k_even, k_odd, inside, scale, top, total, out_even, out_odd):
-    """One block of keys into the running softmax: (top, total, out_even, out_odd)."""
+def _side_by_side(even, odd):
+    """[n, 2 * P]: even elements, then odd ones."""
+    both = tl.permute(tl.join(even, odd), (0, 2, 1))
+    return tl.reshape(both, (even.shape[0], 2 * even.shape[1]))
+
+
+@triton.jit
+def _attend(
+    q_even, q_odd, k_even, k_odd, inside, scale, top, total, out_even, out_odd, WHOLE: tl.constexpr
+):  # fmt: skip
+    """One block of keys into the running softmax: (top, total, out_even, out_odd). WHOLE: q_even and out_even hold whole vectors."""
+    if WHOLE:
+        k_even = _side_by_side(k_even, k_odd)
     s = tl.dot(q_even, tl.trans(k_even))
-    s = tl.dot(q_odd, tl.trans(k_odd), s) * scale
-    s = tl.where(inside[None, :], s, float("-inf"))
+    if not WHOLE:
+        s = tl.dot(q_odd, tl.trans(k_odd), s)
+    s = tl.where(inside[None, :], s * scale, float("-inf"))
     new_top = tl.maximum(top, tl.max(s, 1))
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     p = tl.exp(s - base[:, None])
@@ -69,7 +81,8 @@ def _attend(q_even, q_odd, k_even, k_odd, inside, scale, top, total, out_even, o
     total = total * shrink + tl.sum(p, 1)
     p = p.to(tl.bfloat16)
     out_even = tl.dot(p, k_even, out_even * shrink[:, None])
-    out_odd = tl.dot(p, k_odd, out_odd * shrink[:, None])
+    if not WHOLE:
+        out_odd = tl.dot(p, k_odd, out_odd * shrink[:, None])
     return new_top, total, out_even, out_odd
 
 
@@ -106,6 +119,7 @@ def _attention_kernel(
     scale, heads, dim, stride, head_stride, columns, window_stride, ring_rows, ring_n, ring_stride, ring_step, current_stride,
     topk, selected_stride, table_stride, page_n, page_stride, page_step, page_scale_first, page_scale_step, window_blocks, split_blocks,
     H: tl.constexpr, P: tl.constexpr, K: tl.constexpr, RD: tl.constexpr, SELECTED: tl.constexpr, FP4: tl.constexpr, SPLIT: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Blocks split*split_blocks .. of one row's keys: window blocks first, then selected ones."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -114,8 +128,13 @@ def _attention_kernel(
     q_even, q_odd = _query(query, row, head, heads, stride, head_stride, cos, sin, dim, P)
     top = tl.full((H,), float("-inf"), tl.float32)
     total = tl.zeros((H,), tl.float32)
-    out_even = tl.zeros((H, P), tl.float32)
-    out_odd = tl.zeros((H, P), tl.float32)
+    if WHOLE:
+        q_even = _side_by_side(q_even, q_odd)
+        out_even = tl.zeros((H, 2 * P), tl.float32)
+        out_odd = 0.0
+    else:
+        out_even = tl.zeros((H, P), tl.float32)
+        out_odd = tl.zeros((H, P), tl.float32)
     first, last = split * split_blocks, (split + 1) * split_blocks
     for block in range(first, tl.minimum(last, window_blocks)):
         c = block * K + lane
@@ -133,7 +152,7 @@ def _attention_kernel(
         fresh_even, fresh_odd = tl.split(key)
         k_even = tl.where(fresh[:, None], fresh_even, k_even)
         k_odd = tl.where(fresh[:, None], fresh_odd, k_odd)
-        top, total, out_even, out_odd = _attend(q_even, q_odd, k_even, k_odd, inside, scale, top, total, out_even, out_odd)
+        top, total, out_even, out_odd = _attend(q_even, q_odd, k_even, k_odd, inside, scale, top, total, out_even, out_odd, WHOLE)
     if SELECTED:
         pages_of = block_table + tl.load(sequence + row) * table_stride
         begin = tl.maximum(first - window_blocks, 0)
@@ -149,7 +168,9 @@ def _attention_kernel(
                 k_even, k_odd = _fp4_keys(data, scales, inside, P, dim, K)
             else:
                 k_even, k_odd = _fp8_keys(data, scales, inside, 2 * P, P, dim, K)
-            top, total, out_even, out_odd = _attend(q_even, q_odd, k_even, k_odd, inside, scale, top, total, out_even, out_odd)
+            top, total, out_even, out_odd = _attend(q_even, q_odd, k_even, k_odd, inside, scale, top, total, out_even, out_odd, WHOLE)
+    if WHOLE:
+        out_even, out_odd = tl.split(tl.permute(tl.reshape(out_even, (H, 2, P)), (0, 2, 1)))
     if not SPLIT:
         _finish(out_even, out_odd, top, total, sink, table, positions, out, row, head, heads, dim, P, RD)
     else:
@@ -187,6 +208,7 @@ def _merge_kernel(
 class AttentionOps:
     """The op `sparse_attention`."""
 
+    _arch: int
     _invariant: bool
 
     def sparse_attention(
@@ -194,7 +216,7 @@ class AttentionOps:
     ) -> Tensor:
         rows, heads, dim = query.shape
         if not self._invariant and expands(rows, window, selected):
-            return prefill_attention(query, window, selected, sink, scale, rope)
+            return prefill_attention(query, window, selected, sink, scale, rope, self._arch)
         device = query.device
         out = torch.empty(rows, heads, dim, dtype=torch.bfloat16, device=device)
         columns, topk = window.index.shape[1], selected.index.shape[1] if selected else 0
@@ -220,7 +242,7 @@ class AttentionOps:
             window.index.stride(0), window.ring.data.shape[0] * ring.n, ring.n, ring.group_stride, ring.data_step, window.current.stride(0),
             topk, *strides, pages.n, pages.group_stride, pages.data_step, pages.scale_first, pages.scale_step, window_blocks, split_blocks,
             warps=8, stages=2, H=h, P=p, K=_KEYS, RD=rd, SELECTED=selected is not None,
-            FP4=selected is not None and FORMATS[selected.pages.format] == 1, SPLIT=splits > 1,
+            FP4=selected is not None and FORMATS[selected.pages.format] == 1, SPLIT=splits > 1, WHOLE=self._arch >= 100,
         )  # fmt: skip
         if splits > 1:
             launch(

@@ -118,12 +118,13 @@ def expands(rows: int, window: WindowKeys, selected: SelectedEntries | None) -> 
 
 
 def prefill_attention(
-    query: Tensor, window: WindowKeys, selected: SelectedEntries | None, sink: Tensor, scale: float, rope: Rope
+    query: Tensor, window: WindowKeys, selected: SelectedEntries | None, sink: Tensor, scale: float, rope: Rope, arch: int
 ) -> Tensor:
     """`sparse_attention` over expanded keys."""
     rows, heads, dim = query.shape
     keys, first_entry, entries = _expanded(window, selected, dim)
     columns, topk = window.index.shape[1], selected.index.shape[1] if selected else 0
+    block = _KEYS if arch < 100 else _KEYS // 2  # SM100 pipelines deeper: half the block fits its shared memory
     width = ceil_div(columns + topk, _KEYS) * _KEYS
     index = torch.empty(rows, width, dtype=torch.int32, device=query.device)
     chosen, sequence, stride = (selected.index, selected.pages.sequence, selected.index.stride(0)) if selected else (None, None, 0)
@@ -134,7 +135,7 @@ def prefill_attention(
     out = torch.empty(rows, heads, dim, dtype=torch.bfloat16, device=query.device)
     launch(
         _rows_kernel, (rows,), query, keys, index, sink, rope.table, rope.positions, out, scale, heads, width, query.stride(0),
-        query.stride(1), len(keys) - 1, warps=8, stages=2, DIM=dim, H=power_of_two(heads, 16), D=power_of_two(dim, 32), K=_KEYS,
+        query.stride(1), len(keys) - 1, warps=8, stages=2, DIM=dim, H=power_of_two(heads, 16), D=power_of_two(dim, 32), K=block,
         RD=rope.table.shape[1],
     )  # fmt: skip
     return out

@@ -27,6 +27,7 @@ MATRIX = {"_linear_kernel", "_up_kernel", "_down_kernel", "_score_kernel", "_att
 STACK_LIMIT = {"_rows_kernel": 320, "_attention_kernel": 160}
 STACK_ELSEWHERE = 32
 SHARED_LIMIT = 232_448  # bytes a program may use on both architectures
+TENSOR_MEMORY_LIMIT = 512  # columns of a multiprocessor on SM100; Triton compiles a kernel that needs more to nothing
 
 
 class Use(NamedTuple):
@@ -60,6 +61,8 @@ def problems_of(compiled: Compiled, arch: int, launch: Launch) -> list[str]:
         problems.append(f"spills {compiled.stack} bytes")
     if compiled.shared > SHARED_LIMIT:
         problems.append(f"needs {compiled.shared} bytes of shared memory")
+    if compiled.tensor_memory > TENSOR_MEMORY_LIMIT:
+        problems.append(f"needs {compiled.tensor_memory} columns of tensor memory")
     if compiled.kernel in MATRIX and not compiled.count(r"wgmma\.mma_async" if arch == 90 else r"tcgen05\.mma"):
         problems.append("uses no " + ("wgmma" if arch == 90 else "tcgen05"))
     if arch == 100 and launch.constants.get("X_SCALED") and launch.constants["FORMAT"] and not compiled.count("block_scale"):

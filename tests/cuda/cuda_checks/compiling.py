@@ -38,6 +38,7 @@ class Compiled:
     registers: int
     stack: int  # bytes of local memory a thread uses: spills
     shared: int  # bytes of shared memory a program uses
+    tensor_memory: int  # columns of tensor memory a program uses (SM100)
 
     def count(self, pattern: str) -> int:
         return len(re.findall(pattern, self.ptx))
@@ -83,4 +84,6 @@ def compile_launch(launch: Launch, arch: int) -> Compiled:
         usage = subprocess.run([tools / "cuobjdump", "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
     match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert match, usage
-    return Compiled(source.name, result.asm["ptx"], int(match[1]), int(match[2]), result.metadata.shared)
+    return Compiled(
+        source.name, result.asm["ptx"], int(match[1]), int(match[2]), result.metadata.shared, getattr(result.metadata, "tmem_size", 0)
+    )
