@@ -13,6 +13,11 @@ from deepinfer_core.backend.runtime import DeviceRuntime, Event, Graph, MemoryIn
 from deepinfer_core.errors import BackendError, EngineError
 
 
+_TORCH_DTYPES = {
+    np.dtype(name): getattr(torch, name) for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float32", "float64")
+}
+
+
 class CudaRuntime(DeviceRuntime):
     """Uses torch's caching allocators: a pinned buffer is handed out again only after the copies that use it are done."""
 
@@ -25,8 +30,8 @@ class CudaRuntime(DeviceRuntime):
         self._guards = 0  # open `forbid_sync` scopes
 
     def to_device(self, array: np.ndarray, out: Tensor | None = None) -> Tensor:
-        source = torch.from_numpy(np.ascontiguousarray(array))
-        staged = torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source)
+        staged = torch.empty(array.shape, dtype=_TORCH_DTYPES[array.dtype], pin_memory=True)
+        staged.numpy()[...] = array
         if out is None:
             return staged.to(self.device, non_blocking=True)
         return out.copy_(staged, non_blocking=True)
@@ -73,6 +78,15 @@ class CudaRuntime(DeviceRuntime):
         free, total = torch.cuda.mem_get_info(self.device)
         return MemoryInfo(total, free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device))
 
+    def peak_bytes(self, work: Callable[[], None]) -> int:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        with torch.no_grad(), _device_errors():
+            work()
+            torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
     @contextmanager
     def forbid_sync(self) -> Iterator[None]:
         """Inside, torch operations that wait for the device raise RuntimeError, waits of this runtime raise EngineError."""
@@ -89,7 +103,7 @@ class CudaRuntime(DeviceRuntime):
         return None
 
     def _recorded(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
@@ -112,6 +126,11 @@ class _Event(Event):
     def done(self) -> bool:
         with _device_errors():
             return bool(self._event.query())
+
+    def milliseconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, _Event)
+        with _device_errors():
+            return earlier._event.elapsed_time(self._event)
 
 
 class _Pending(PendingCopy):
