@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import sys
@@ -66,7 +67,17 @@ def examine() -> Machine:
     driver = int(torch._C._cuda_getDriverVersion()) if version and hasattr(torch._C, "_cuda_getDriverVersion") else 0
     if version and devices:
         driver = max(driver, 1000 * int(version.split(".")[0]))
-    return Machine(version, driver, tuple(devices), importlib.util.find_spec("triton") is not None)
+    return Machine(version, driver_version(), tuple(devices), importlib.util.find_spec("triton") is not None)
+
+
+def driver_version() -> int:
+    """Newest CUDA version the driver supports, as `Machine.driver` has it; 0 without a driver."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return 0
+    return version.value
 
 
 def probe_machine(machine: Machine) -> Probe:
@@ -75,9 +86,9 @@ def probe_machine(machine: Machine) -> Probe:
     usable = [device for device in machine.devices if device.capability[0] in (9, 10)]
     if machine.torch_cuda is None:
         reasons.append("this build of torch has no CUDA: install a CUDA build of torch 2.11 or newer (https://pytorch.org)")
-    elif machine.driver == 0:
+    elif machine.driver == 0 and not machine.devices:
         reasons.append("no NVIDIA driver answers: install one, or use backend 'cpu_ref' on a machine without a GPU")
-    elif machine.driver // 1000 < int(machine.torch_cuda.split(".")[0]):
+    elif machine.driver // 1000 < int(machine.torch_cuda.split(".")[0]) and not machine.devices:
         have = f"{machine.driver // 1000}.{machine.driver % 1000 // 10}"
         reasons.append(
             f"the NVIDIA driver is too old: it supports CUDA {have}, torch was built for CUDA {machine.torch_cuda}; "

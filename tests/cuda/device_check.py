@@ -100,7 +100,11 @@ def check_runtime(report: Report) -> None:
     back = runtime.to_host({"x": there}).wait()["x"]
     report.add("runtime copies", "" if (back == np.arange(1000)).all() else "values differ")
     buffer, result = torch.zeros(4, device="cuda"), torch.zeros(4, device="cuda")
-    graph = runtime.capture(lambda: result.copy_(buffer * 2) and None)
+
+    def work() -> None:
+        result.copy_(buffer * 2)
+
+    graph = runtime.capture(work)
     buffer.fill_(3)
     graph.replay()
     runtime.synchronize()

@@ -80,3 +80,7 @@ def test_every_op_is_native() -> None:
 
     owners = {op: next(cls for cls in CudaKernels.__mro__ if op in vars(cls)).__module__ for op in OPS}
     assert [op for op, module in owners.items() if not module.startswith("deepinfer_backends.cuda_sm100")] == []
+
+
+def test_a_gpu_that_answers_settles_the_question_of_the_driver() -> None:
+    assert probe_machine(dataclasses.replace(GOOD, driver=0)).available

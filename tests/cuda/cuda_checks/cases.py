@@ -156,7 +156,7 @@ def _own(pages: PagedEntries) -> PagedEntries:
 def cache_cases(g: Geometry, i: Inputs, rows: int) -> list[Case]:
     hd, d = g.head_dim, g.index_dim
     kv, key, norm, index_norm, rope = i.bf16(rows, hd), i.bf16(rows, d), i.bf16(hd), i.bf16(d), i.rope(rows, g.rope_dim)
-    ring = i.ring(max(4, rows // 64), 134 if hd == 512 else 9, hd)
+    ring = i.ring(max(4, rows // 8), 134 if hd == 512 else 9, hd)
     slots = i.distinct(rows, ring.data.shape[0] * ring.data.shape[1])
     per = max(2, -(-rows // 8))
     fp4, fp8 = (i.pages(f, hd, 8, per, rows, 2, False) for f in (CacheFormat.FP4, CacheFormat.FP8))
