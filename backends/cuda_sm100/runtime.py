@@ -12,7 +12,6 @@ from torch import Tensor
 from deepinfer_core.backend.runtime import DeviceRuntime, Event, Graph, MemoryInfo, PendingCopy
 from deepinfer_core.errors import BackendError, EngineError
 
-
 _TORCH_DTYPES = {
     np.dtype(name): getattr(torch, name) for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float32", "float64")
 }
