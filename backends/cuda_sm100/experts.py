@@ -19,7 +19,7 @@ from deepinfer_backends.cuda_sm100.numeric import fp8_exponent, fp8_round
 from deepinfer_backends.cuda_sm100.numeric import power_of_two as exact_power
 from deepinfer_backends.cuda_sm100.products import FORMAT_CODE, tile_product
 from deepinfer_backends.cuda_sm100.routing import ExpertPlan, expert_plan
-from deepinfer_backends.cuda_sm100.weights import TILE, ExpertWeights, expert_weights
+from deepinfer_backends.cuda_sm100.weights import TILE, ExpertWeights, MatrixWeight, expert_weights
 from deepinfer_core.backend.types import Activation, ExpertTensors, Routing, Weight
 
 
@@ -183,9 +183,9 @@ def tile_rows(rows: int, top_k: int, experts: int) -> int:
     return min(128, power_of_two(min(rows, ceil_div(2 * rows * top_k, experts)), 16))
 
 
-def _step(scales: Tensor | None) -> int:
-    """Distance between the scales of two experts."""
-    return 0 if scales is None else scales.stride(0)
+def _scales(weight: MatrixWeight) -> tuple[Tensor, int]:
+    """(scales, distance between the scales of two experts); a bf16 weight has none: any pointer does, it is not read."""
+    return (weight.data, 0) if weight.scales is None else (weight.scales, weight.scales.stride(0))
 
 
 class ExpertOps:
@@ -216,6 +216,7 @@ class ExpertOps:
         rows: int, top_k: int,
     ) -> QuantizedRows:  # fmt: skip
         w, s = experts.w13, (shared or experts).w13
+        (w_scales, scale_step), (s_scales, _) = _scales(w), _scales(s)
         width, shared_width = w.outputs // 2, s.outputs // 2
         h_width = max(width, shared_width)
         h = QuantizedRows.empty(rows * (top_k + (shared is not None)), h_width, x.values.device, self._arch)
@@ -223,9 +224,9 @@ class ExpertOps:
         shared_tiles = ceil_div(rows, plan.tile_rows) if shared is not None else 0
         launch(
             _up_kernel, (ceil_div(h_width, block_n), shared_tiles + plan.tiles),
-            x.values, x.scales, w.data, w.scales, s.data, s.scales, h.values, h.scales, plan.order, route,
+            x.values, x.scales, w.data, w_scales, s.data, s_scales, h.values, h.scales, plan.order, route,
             plan.tile_expert, plan.tile_first, plan.tile_last, plan.tile_count, rows, rows * top_k, shared_tiles,
-            width, shared_width, h_width, w.inputs, x.values.stride(0), w.data.stride(0), _step(w.scales), limit,
+            width, shared_width, h_width, w.inputs, x.values.stride(0), w.data.stride(0), scale_step, limit,
             warps=8 if plan.tile_rows >= 64 else 4, stages=3, N=block_n, R=plan.tile_rows, TOP_K=top_k,
             FORMAT=FORMAT_CODE[w.format], PACKED=w.packed, SHARED_FORMAT=FORMAT_CODE[s.format], SHARED_PACKED=s.packed,
             X_SCALED=x.scales is not None, EVEN=w.inputs % TILE == 0, EVEN_N=(width | shared_width) % block_n == 0,
@@ -236,14 +237,15 @@ class ExpertOps:
         self, h: QuantizedRows, plan: ExpertPlan, experts: ExpertWeights, shared: ExpertWeights | None, rows: int, pairs: int
     ) -> Tensor:
         w, s = experts.w2, (shared or experts).w2
+        (w_scales, scale_step), (s_scales, _) = _scales(w), _scales(s)
         out = torch.empty(h.values.shape[0], w.outputs, dtype=torch.bfloat16, device=h.values.device)
         block_n = self._block_n(plan.tile_rows)
         shared_tiles = ceil_div(rows, plan.tile_rows) if shared is not None else 0
         launch(
             _down_kernel, (ceil_div(w.outputs, block_n), shared_tiles + plan.tiles),
-            h.values, h.scales, w.data, w.scales, s.data, s.scales, out,
+            h.values, h.scales, w.data, w_scales, s.data, s_scales, out,
             plan.tile_expert, plan.tile_first, plan.tile_last, plan.tile_count, rows, pairs, shared_tiles,
-            w.inputs, s.inputs, h.values.shape[1], w.outputs, w.data.stride(0), _step(w.scales),
+            w.inputs, s.inputs, h.values.shape[1], w.outputs, w.data.stride(0), scale_step,
             warps=8 if plan.tile_rows >= 128 else 4, stages=4 if plan.tile_rows <= 32 else 3, N=block_n, R=plan.tile_rows,
             FORMAT=FORMAT_CODE[w.format], PACKED=w.packed, SHARED_FORMAT=FORMAT_CODE[s.format], SHARED_PACKED=s.packed,
             X_SCALED=h.scales is not None, EVEN=(w.inputs | s.inputs) % TILE == 0, EVEN_N=w.outputs % block_n == 0,

@@ -310,7 +310,7 @@ def moe_cases(g: Geometry, i: Inputs, rows: int) -> list[Case]:
         result = k.moe_gate(x, weight, bias, g.top_k, 1.5)
         return {"ids": result.ids, "weights": result.weights}
 
-    return [
+    cases = [
         Case("moe_gate", lambda k: k.prepare_linear(gate), route, FLOAT, 2.0 * g.experts * g.hidden + 2.0 * rows * g.hidden),
         Case(
             "moe",
@@ -321,6 +321,14 @@ def moe_cases(g: Geometry, i: Inputs, rows: int) -> list[Case]:
             6.0 * rows * (g.top_k + 1) * g.hidden * g.intermediate,
         ),
     ]
+    if g.hidden <= 1024:  # unquantised experts: no release has them
+        plain = [i.expert(g, bf16=True) for _ in range(g.experts)]
+
+        def prepared_plain(k: Kernels) -> Any:
+            return k.prepare_experts(iter(plain), g.experts), k.quantize(x)
+
+        cases.append(Case("moe", prepared_plain, lambda k, s: {"y": k.moe(s[1], routing, s[0], None, 10.0)}, 2e-2, note="bf16"))
+    return cases
 
 
 def draft_cases(g: Geometry, i: Inputs, rows: int) -> list[Case]:

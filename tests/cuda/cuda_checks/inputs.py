@@ -92,8 +92,8 @@ class Inputs:
     def fp4_weight(self, outputs: int, inputs: int) -> QuantTensor:
         return QuantTensor(self.ints(-128, 128, outputs, inputs // 2, dtype=torch.int8), self.scales(outputs, inputs // 32))
 
-    def expert(self, g: Geometry, fp4: bool = True) -> ExpertTensors:
-        make = self.fp4_weight if fp4 else self.fp8_weight
+    def expert(self, g: Geometry, fp4: bool = True, bf16: bool = False) -> ExpertTensors:
+        make = self.bf16_weight if bf16 else self.fp4_weight if fp4 else self.fp8_weight
         return ExpertTensors(make(g.intermediate, g.hidden), make(g.hidden, g.intermediate), make(g.intermediate, g.hidden))
 
     def rope(self, rows: int, rd: int, length: int = 512) -> Rope:
