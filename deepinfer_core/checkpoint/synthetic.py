@@ -89,7 +89,7 @@ def chunks(name: str, spec: TensorSpec, seed: int) -> Iterator[QuantTensor]:
     inputs = spec.shape[-1] * (2 if spec.dtype == INT8 else 1)
     rows = math.prod(spec.shape[:-1])
     step = max(BLOCK, CHUNK_VALUES // inputs // BLOCK * BLOCK)
-    mean, deviation = _statistics(name, inputs)
+    mean, deviation = statistics_of(name, inputs)
     for start in range(0, rows, step):
         shape = (min(step, rows - start), inputs)
         digest = hashlib.blake2b(f"{seed}/{name}/{start}".encode(), digest_size=8).digest()
@@ -98,7 +98,8 @@ def chunks(name: str, spec: TensorSpec, seed: int) -> Iterator[QuantTensor]:
         yield _encode(values, spec)
 
 
-def _statistics(name: str, inputs: int) -> tuple[float, float]:
+def statistics_of(name: str, inputs: int) -> tuple[float, float]:
+    """(mean, standard deviation) of the values of tensor `name`, whose rows have `inputs` values."""
     for end, mean, deviation in _STATISTICS:
         if name.endswith(end):
             return mean, deviation

@@ -1,0 +1,15 @@
+#!/bin/sh
+# Prepares a checkout for a GPU machine that has no network: builds this project's wheel into .whl/, beside wheels of what that machine
+# lacks, and prints the command to run there, in the root of a copy of this checkout that includes .whl/.
+#
+#   sh benchmarks/cuda/prepare_device.sh [PYTHON]
+set -e
+cd "$(dirname "$0")/../.."
+python=${1:-python3}
+mkdir -p .whl
+rm -f .whl/deepinfer_core-*.whl
+"$python" -m pip wheel . -q --no-deps --no-build-isolation -w .whl
+rm -rf build ./*.egg-info
+du -sh .whl
+echo "On the device:"
+echo "python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site .whl/*.whl && export PYTHONPATH=/tmp/site:tests/cuda PYTHONUNBUFFERED=1 || exit; python3 benchmarks/cuda/end_to_end.py --parts golden --name golden --seconds 120; python3 benchmarks/cuda/end_to_end.py --parts ceilings,decode,prefill,profile --seconds 330"
