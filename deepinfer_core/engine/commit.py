@@ -121,9 +121,10 @@ class Committer:
         if not unknown.any():
             return ()
         bad = np.flatnonzero((unknown & (np.arange(unknown.shape[1]) < table.num_drafts[rows, None])).any(axis=1))
-        table.drafting[rows[bad]] = False
         table.num_drafts[rows[bad]] = 0
-        return tuple(f"request {plan.requests[chosen[i]]!r}: a draft confidence is NaN; it goes on without drafting" for i in bad)
+        new = bad[table.drafting[rows[bad]]]  # not again for the step that was in flight when drafting ended
+        table.drafting[rows[new]] = False
+        return tuple(f"request {plan.requests[chosen[i]]!r}: a draft confidence is NaN; it goes on without drafting" for i in new)
 
     def _register_pages(self, rows: np.ndarray) -> None:
         """Makes pages that this step completed known to the prefix index."""

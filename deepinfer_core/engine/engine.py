@@ -222,7 +222,8 @@ class Engine:
         if previous is not None:
             accepted = self._commit(previous, outputs)
         if handle is not None:
-            with self.times.span("launch_sample"):
+            self.runner.await_rows(handle)
+            with self.times.span("launch_sample"), self.parts.runtime.forbid_sync():
                 self.runner.sample(handle, involved, accepted)
             if self.parts.limits.asynchronous:
                 self._in_flight = handle

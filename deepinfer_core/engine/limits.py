@@ -71,8 +71,8 @@ class SchedulerLimits:
         needed = self.window + self.backtracking
         if 0 < self.keep_tokens < needed:
             yield (
-                f"scheduler.keep_tokens is {self.keep_tokens}; expected at least {needed} = sliding window {self.window} + backtracking "
-                f"{self.backtracking}, or 0 to switch decoder-side replay off"
+                f"scheduler.prefill_keep_tokens is {self.keep_tokens}; expected at least {needed} = sliding window {self.window} + "
+                f"backtracking {self.backtracking}, or 0 to switch decoder-side replay off"
             )
 
     @property

@@ -194,15 +194,17 @@ class Runner:
 
     # ------------------------------------------------------------------ second half
 
+    def await_rows(self, handle: StepHandle) -> None:
+        """Waits until the rows of each sequence are known: not at all, or until the device has spread them, before its forward."""
+        known = handle.plan.query_len.astype(np.int64)
+        handle.rows = known if handle.query_len is None else handle.query_len.wait()["query_len"]
+
     def sample(self, handle: StepHandle, requests: Mapping[str, SampledRequest], accepted: np.ndarray | None) -> None:
-        """Enqueues sampling and drafting of a step whose predecessor was committed.
+        """Enqueues sampling and drafting of a step whose predecessor was committed. `await_rows` comes first.
 
         `accepted` int [S of the predecessor]: drafts that it accepted; None if there was none.
         """
         plan = handle.plan
-        handle.rows = plan.query_len.astype(np.int64)
-        if handle.query_len is not None:
-            handle.rows = handle.query_len.wait()["query_len"]
         start = plan.start.astype(np.int64)
         if accepted is not None:
             late = plan.remap >= 0
