@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def times(backend: Backend, geometry: str, layers: int, prefill: int, batches: t
     vocabulary = source.config.text_config.vocab_size
     prompt = (torch.arange(prefill) * 7919 % vocabulary).tolist()
 
-    def seconds(new: dict[int, list[int]]) -> float:
+    def seconds(new: dict[int, Sequence[int]]) -> float:
         runtime.synchronize()
         started = time.perf_counter()
         model.loaded.model.logits(model.step(new).hidden[-len(new) :])

@@ -187,7 +187,7 @@ def _indexer(device: str) -> tuple[bool, str]:
 
     q, k, w = _normal(2, 32, 128).bfloat16(), _normal(12, 64, 128, seed=1).bfloat16(), _normal(2, 32, seed=2).bfloat16()
     lengths, table = torch.tensor([1, 700], dtype=torch.int32), torch.arange(12, dtype=torch.int32).expand(2, -1).contiguous()
-    found = calls.lightning_indexer(*(part.to(device) for part in (q, k, w, lengths, table)), 512).cpu()
+    found = calls.lightning_indexer(q.to(device), k.to(device), w.to(device), lengths.to(device), table.to(device), 512).cpu()
     scores = (torch.einsum("hd,nd->hn", q[1].double(), k.flatten(0, 1)[:700].double()).relu() * w[1].double()[:, None]).sum(0)
     best = set(scores.topk(512).indices.tolist())
     common = len(best & set(found[1].tolist()))
@@ -201,7 +201,7 @@ def _indexer_empty(device: str) -> tuple[bool, str]:
 
     q, k, w = _normal(1, 32, 128).bfloat16(), _normal(12, 64, 128).bfloat16(), _normal(1, 32).bfloat16()
     lengths, table = torch.zeros(1, dtype=torch.int32), torch.arange(12, dtype=torch.int32)[None]
-    found = calls.lightning_indexer(*(part.to(device) for part in (q, k, w, lengths, table)), 512).cpu()
+    found = calls.lightning_indexer(q.to(device), k.to(device), w.to(device), lengths.to(device), table.to(device), 512).cpu()
     return bool((found == -1).all()), f"gives {found[0, :4].tolist()}"
 
 
