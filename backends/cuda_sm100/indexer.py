@@ -22,6 +22,8 @@ SCORE_BYTES = 256 << 20
 
 _PART = 8192  # scores that one program of the selection holds in registers
 _KEYS = 128  # keys of one tile of scores
+_MOST_TILES = 16  # tiles of keys for which a program keeps its queries
+_PROGRAMS = 528  # programs below which no work is put together: four for each multiprocessor of an H200
 _E2M1 = tl.constexpr("e2m1")
 
 
@@ -33,80 +35,111 @@ def _entry_of(candidates, row, j, count, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _scores_of(
-    query, query_scales, weight, pages, table, entry, inside, first_row, end_row, page_stride, n, data_bytes, section, dim,
-    R: tl.constexpr, H: tl.constexpr, heads, D: tl.constexpr, K: tl.constexpr, SCALED: tl.constexpr,
+def _queries(
+    query, query_scales, weight, first_row, end_row, heads, dim, R: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SCALED: tl.constexpr
 ):  # fmt: skip
-    """float32 [K, R]: scores of K keys for R rows of one sequence, from first_row on."""
+    """(q, other, share): the index queries of R * H lanes as the right operands of `_dots`, and the weight of each lane's head."""
     lane = tl.arange(0, R * H)
     row, head = first_row + lane // H, lane % H
     real = (head < heads) & (row < end_row)
+    q_row = row.to(tl.int64) * heads + head
+    pair, group = tl.arange(0, D // 2), tl.arange(0, D // 32)
+    inside = real[None, :] & (pair < dim // 2)[:, None]
+    if SCALED:
+        q = tl.load(query + (q_row * (dim // 2))[None, :] + pair[:, None], mask=inside, other=0)
+        at = query_scales + (q_row * (dim // 32))[:, None] + group[None, :]
+        other = tl.load(at, mask=real[:, None] & (group < dim // 32)[None, :], other=0)
+    else:
+        at = query + (q_row * dim)[None, :] + pair[:, None]
+        q = tl.load(at, mask=inside, other=0.0)
+        other = tl.load(at + dim // 2, mask=inside, other=0.0)
+    return q, other, tl.load(weight + row * heads + head, mask=real, other=0.0)
+
+
+@triton.jit
+def _scores_of(
+    q, other, share, pages, table, entry, inside, page_stride, n, data_bytes, section, dim,
+    R: tl.constexpr, H: tl.constexpr, D: tl.constexpr, K: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """float32 [K, R]: scores of K keys of one sequence for R rows."""
     page = tl.load(table + entry // n, mask=inside, other=0).to(tl.int64)
     slot = entry % n
-    pair = tl.arange(0, D // 2)
-    group = tl.arange(0, D // 32)
+    pair, group = tl.arange(0, D // 2), tl.arange(0, D // 32)
     at = pages + page * page_stride
     byte = tl.load((at + slot * data_bytes)[:, None] + pair[None, :], mask=inside[:, None] & (pair < dim // 2)[None, :], other=0)
     scale_at = (at + section + slot * (dim // 32))[:, None] + group[None, :]
     scale = tl.load(scale_at, mask=inside[:, None] & (group < dim // 32)[None, :], other=0)
     dots = tl.zeros((K, R * H), tl.float32)
-    q_row = row.to(tl.int64) * heads + head
     if SCALED:
-        q_at = query + (q_row * (dim // 2))[None, :] + pair[:, None]
-        q = tl.load(q_at, mask=real[None, :] & (pair < dim // 2)[:, None], other=0)
-        q_scale = tl.load(
-            query_scales + (q_row * (dim // 32))[:, None] + group[None, :], mask=real[:, None] & (group < dim // 32)[None, :], other=0
-        )
-        dots = tl.dot_scaled(byte, scale, _E2M1, q, q_scale, _E2M1, dots)
+        dots = tl.dot_scaled(byte, scale, _E2M1, q, other, _E2M1, dots)
     else:
         even, odd = decoded_pairs(byte)
         factor = (scale.to(tl.int32) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)[:, :, None]
         even = tl.reshape(tl.reshape(even, (K, D // 32, 16)) * factor, (K, D // 2))
         odd = tl.reshape(tl.reshape(odd, (K, D // 32, 16)) * factor, (K, D // 2))
-        q_at = query + (q_row * dim)[None, :] + pair[:, None]
-        q_mask = real[None, :] & (pair < dim // 2)[:, None]
-        dots = tl.dot(even, tl.load(q_at, mask=q_mask, other=0.0), dots)
-        dots = tl.dot(odd, tl.load(q_at + dim // 2, mask=q_mask, other=0.0), dots)
-    share = tl.load(weight + row * heads + head, mask=real, other=0.0)
+        dots = tl.dot(even, q, dots)
+        dots = tl.dot(odd, other, dots)
     return tl.sum(tl.reshape(tl.maximum(dots, 0.0) * share[None, :], (K, R, H)), 2)
+
+
+@triton.jit
+def _score_tile(
+    start, q, other, share, pages, table, candidates, scores, first_row, first, most, seen, belongs, width, count,
+    page_stride, n, data_bytes, section, dim,
+    R: tl.constexpr, H: tl.constexpr, D: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Scores of the K places from `start` on, for the rows that belong to the sequence of `table`."""
+    j = start + tl.arange(0, K)
+    entry = _entry_of(candidates, first_row + first, j, count, SIZE) if SIZE > 0 else j
+    inside = (entry >= 0) & (entry < most)
+    values = _scores_of(
+        q, other, share, pages, table, entry, inside, page_stride, n, data_bytes, section, dim, R, H, D, K, SCALED
+    )  # fmt: skip
+    keep = belongs[None, :] & inside[:, None] & (entry[:, None] < seen[None, :])
+    at = scores + (first + tl.arange(0, R)).to(tl.int64)[None, :] * width + j[:, None]
+    tl.store(at, values, mask=keep & (j < width)[:, None])
 
 
 @triton.jit(do_not_specialize=["rows", "first_row", "width", "count", "table_stride"])
 def _score_kernel(
     query, query_scales, weight, pages, table, sequence, visible, candidates, scores, rows, first_row, width, count, table_stride,
     page_stride, n, data_bytes, section, heads, dim,
-    R: tl.constexpr, H: tl.constexpr, D: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, SCALED: tl.constexpr,
+    R: tl.constexpr, H: tl.constexpr, D: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one tile of keys for R rows: by entry number, or (SIZE > 0, R = 1) by place in the row's candidate blocks.
+    """Scores of TILES tiles of K keys for R rows: by entry number, or (SIZE > 0, R = 1) by place in the row's candidate blocks.
 
     Rows of a tile may belong to several sequences: each run of rows of one sequence gets a pass of its own.
     """
     first = tl.program_id(1) * R  # among the rows of `scores`
-    j = tl.program_id(0) * K + tl.arange(0, K)
     lane = tl.arange(0, R)
     row = first_row + first + lane
     here = first + lane < rows
     seen = tl.load(visible + row, mask=here, other=0)
-    if SIZE > 0:
-        entry = _entry_of(candidates, first_row + first, j, count, SIZE)
-        last = width
-    else:
-        entry = j
+    last = width
+    if SIZE == 0:
         last = tl.max(seen, 0)
-    if tl.program_id(0) * K < last:
+    begin = tl.program_id(0) * (K * TILES)
+    if begin < last:
+        q, other, share = _queries(query, query_scales, weight, first_row + first, first_row + rows, heads, dim, R, H, D, SCALED)
         mine = tl.load(sequence + row, mask=here, other=-1)
         previous = -1
         for i in tl.static_range(R):
             own = tl.max(tl.where(lane == i, mine, -1), 0)
             if (own >= 0) & (own != previous):
-                inside = (entry >= 0) & (entry < tl.max(tl.where(mine == own, seen, 0), 0))
-                values = _scores_of(
-                    query, query_scales, weight, pages, table + own * table_stride, entry, inside, first_row + first, first_row + rows,
-                    page_stride, n, data_bytes, section, dim, R, H, heads, D, K, SCALED,
-                )  # fmt: skip
-                keep = (mine == own)[None, :] & inside[:, None] & (entry[:, None] < seen[None, :])
-                at = scores + (first + lane).to(tl.int64)[None, :] * width + j[:, None]
-                tl.store(at, values, mask=keep & (j < width)[:, None])
+                most = tl.max(tl.where(mine == own, seen, 0), 0)
+                keys = table + own * table_stride
+                belongs = mine == own
+                if TILES == 1:
+                    _score_tile(
+                        begin, q, other, share, pages, keys, candidates, scores, first_row, first, most, seen, belongs, width, count,
+                        page_stride, n, data_bytes, section, dim, R, H, D, K, SIZE, SCALED,
+                    )  # fmt: skip
+                else:
+                    for start in range(begin, tl.minimum(begin + K * TILES, last), K):
+                        _score_tile(
+                            start, q, other, share, pages, keys, candidates, scores, first_row, first, most, seen, belongs, width, count,
+                            page_stride, n, data_bytes, section, dim, R, H, D, K, SIZE, SCALED,
+                        )  # fmt: skip
             previous = own
 
 
@@ -218,12 +251,15 @@ def _scores(
     if candidates is not None:
         tile_rows, head_lanes = 1, max(head_lanes, 16)
     data_bytes = keys.format.data_bytes(keys.dim)
+    tiles = min(_MOST_TILES, max(1, ceil_div(places, _KEYS) * ceil_div(rows, tile_rows) // _PROGRAMS))
+    # Triton 3.6 does not compile a block-scaled product whose scales stay the same in a loop (SM100).
+    tiles = 1 if query.scales is not None else 1 << (tiles.bit_length() - 1)
     launch(
-        _score_kernel, (ceil_div(places, _KEYS), ceil_div(rows, tile_rows)),
+        _score_kernel, (ceil_div(places, _KEYS * tiles), ceil_div(rows, tile_rows)),
         query.values, query.scales, weights.float().contiguous(), keys.data, keys.block_table, keys.sequence, visible, candidates, scores,
         rows, piece.start, places, 0 if candidates is None else candidates.shape[1], keys.block_table.stride(0), keys.data.stride(0),
         keys.entries_per_page, data_bytes, keys.entries_per_page * data_bytes, heads, keys.dim,
-        warps=8 if tile_rows * head_lanes >= 128 else 4, R=tile_rows, H=head_lanes, D=power_of_two(keys.dim, 32), K=_KEYS,
+        warps=8 if tile_rows * head_lanes >= 128 else 4, R=tile_rows, H=head_lanes, D=power_of_two(keys.dim, 32), K=_KEYS, TILES=tiles,
         SIZE=block_size if candidates is not None else 0, SCALED=query.scales is not None,
     )  # fmt: skip
     return scores
