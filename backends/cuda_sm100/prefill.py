@@ -93,13 +93,18 @@ def _rows_kernel(
         k = tl.load(rows) if DIM == D else tl.load(rows, mask=(d < DIM)[None, :], other=0.0)
         s = tl.dot(q, tl.trans(k)) * scale
         s = tl.where((at != nothing)[None, :], s, float("-inf"))
-        new_top = tl.maximum(top, tl.max(s, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp(s - base[:, None])
-        shrink = tl.exp(top - base)
-        total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(tl.bfloat16), k, acc * shrink[:, None])
-        top = new_top
+        peak = tl.max(s, 1)
+        # Sums are kept relative to `top`, which need not be the maximum: p stays below e^8 and rounds alike. So most blocks leave the
+        # accumulators alone.
+        if tl.max(peak - top, 0) > 8.0:
+            new_top = tl.maximum(top, peak)
+            shrink = tl.exp(top - tl.where(new_top == float("-inf"), 0.0, new_top))
+            acc = acc * shrink[:, None]
+            total = total * shrink
+            top = new_top
+        p = tl.exp(s - tl.where(top == float("-inf"), 0.0, top)[:, None])
+        total = total + tl.sum(p, 1)
+        acc = tl.dot(p.to(tl.bfloat16), k, acc)
     base = tl.where(top == float("-inf"), 0.0, top)
     total += tl.exp(tl.load(sink + head, mask=head < heads, other=0.0) - base)
     cos, sin = rope_angles(table, tl.load(positions + row), pair, DIM // 2 - RD // 2, RD, AGAIN=True)
