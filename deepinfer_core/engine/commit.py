@@ -102,7 +102,7 @@ class Committer:
             return ()
         table = self.ledger.table
         table.num_drafts[plan.rows[sampled]] = 0
-        chosen = np.flatnonzero(sampled & plan.draft)
+        chosen = np.flatnonzero(sampled & plan.draft & table.drafting[plan.rows])  # drafting may have ended since the plan was made
         rows = plan.rows[chosen]
         if result.drafts is not None:
             drafts = result.drafts[chosen]
