@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from engine_tools import ScriptedDrafter, engine, greedy, poison, prompt, run, sampled, tokens
 
-PROMPTS = [prompt(n, seed=3) for n in (1, 5, 8, 9, 17, 63, 126, 129)]
+PROMPTS = [prompt(n, seed=3) for n in (1, 7, 9, 33, 126)]
 PARAMS = greedy(max_tokens=14, top_logprobs=2)
 
 
@@ -45,8 +45,7 @@ DRAFTERS = {
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("policy", ["alternate", "mixed"])
+@pytest.mark.parametrize(("asynchronous", "policy"), [(False, "mixed"), (True, "mixed"), (True, "alternate")])
 def test_no_drafter_changes_greedy_output(expected, known, drafter, asynchronous, policy):
     options = {"policy": policy, "chunked_prefill": True, "max_num_batched_tokens": 40}
     with engine(num_draft_tokens=5, async_scheduling=asynchronous, **options) as llm:
@@ -135,7 +134,7 @@ def test_poison_reaches_what_is_read(expected, byte):
             return outputs
 
         llm.engine.step = poisoned
-        assert run(llm, PROMPTS[4:6], PARAMS) != expected[0][4:6]
+        assert run(llm, PROMPTS[3:], PARAMS) != expected[0][3:]
 
 
 def test_a_poisoned_engine_gives_the_drafts_it_would_give_anyway(known):
@@ -155,7 +154,7 @@ def test_a_poisoned_engine_gives_the_drafts_it_would_give_anyway(known):
             llm.engine.step = poisoned
             tokens(llm, PROMPTS, sampled(max_tokens=10, top_k=3))
         drafts.append(seen)
-    assert len(drafts[0]) > 50
+    assert len(drafts[0]) > 30
     assert drafts[0] == drafts[1]
 
 
@@ -178,11 +177,11 @@ def test_a_sampled_request_samples_even_while_greedy_ones_verify_the_first_draft
     with engine(num_draft_tokens=3) as llm:
         expected = [tokens(llm, [cold], params.model_copy(update={"seq_seed": seed}))[0] for seed in range(6)]
     assert len({ids[0] for ids in expected}) > 2
-    for seed in range(6):
+    for seed in range(2):
         with engine(num_draft_tokens=3, policy="mixed", chunked_prefill=True) as llm:
-            llm.submit(PROMPTS[1], greedy(max_tokens=9))
+            llm.submit(PROMPTS[1], greedy(max_tokens=7))
             for _ in range(3):
                 llm.poll()
             name = llm.submit(cold, params.model_copy(update={"seq_seed": seed}))
-            outputs = {output.request_id: output for _ in range(12) for output in llm.poll()}
+            outputs = {output.request_id: output for _ in range(6) for output in llm.poll()}
             assert outputs[name].token_ids == expected[seed]
