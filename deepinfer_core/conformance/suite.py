@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,8 @@ from deepinfer_core import __version__
 from deepinfer_core.backend.kernels import OPS
 from deepinfer_core.backend.ops import op_table
 from deepinfer_core.backend.registry import Registry, discover
+from deepinfer_core.conformance.checks import Check, run_check
+from deepinfer_core.conformance.describe import descriptions
 from deepinfer_core.conformance.known import KnownFailures
 from deepinfer_core.conformance.op_level import OpCase, OpFilter, op_cases, run_op_case
 from deepinfer_core.conformance.results import LEVELS, CaseResult, Report
@@ -41,7 +44,7 @@ class Task:
 
     level: str
     id: str
-    run: Callable[[Subject, Watchdog], CaseResult]
+    run: Callable[[Subject, Watchdog], tuple[CaseResult, str]]  # the result, and the name of a claim that could be made
 
 
 def open_subject(name: str, device: str = "", emulate: bool = False, registry: Registry | None = None) -> Subject:
@@ -61,10 +64,10 @@ def open_subject(name: str, device: str = "", emulate: bool = False, registry: R
 
 
 def tasks(subject: Subject, plan: Plan) -> list[Task]:
-    """Every case of the plan. Raises ConfigError if a filter leaves nothing of the `ops` level."""
+    """Every case of the plan. Raises ConfigError if a pattern leaves nothing of it."""
     found = [task for level in LEVELS if level in plan.levels for task in _of_level(level, subject, plan)]
-    if "ops" in plan.levels and not any(task.level == "ops" for task in found):
-        raise ConfigError(_nothing_matches(plan.filter))
+    if not found:
+        raise ConfigError(_nothing_matches(plan))
     return found
 
 
@@ -75,11 +78,17 @@ def run(
     todo = tasks(subject, plan)
     report = new_report(subject, plan, registry)
     watchdog = Watchdog(plan.time_limit)
+    provable: dict[str, bool] = {}  # flag that is not set -> all of its proofs passed
     for task in todo:
-        result = plan.known.apply(task.run(subject, watchdog))
+        found, claim = task.run(subject, watchdog)
+        result = plan.known.apply(found)
+        if task.level == "claims" and result.status == "unsupported":
+            provable[result.name] = provable.get(result.name, True) and bool(claim)
         report.results.append(result)
         progress(result)
     watchdog.close()
+    could = [name for name, passed in provable.items() if passed]
+    report.hints += [f"{name} is not set, but every proof of it that was run passes: it could be claimed" for name in could]
     report.notes += plan.known.notes()
     return report
 
@@ -100,22 +109,38 @@ def new_report(subject: Subject, plan: Plan, registry: Registry | None = None) -
     return Report(subject.name, str(subject.torch_device), about, origins={origin.op: origin.status for origin in table})
 
 
+def checks_of(level: str) -> list[Check]:
+    """The checks of a level other than `ops`."""
+    module = importlib.import_module(f"deepinfer_core.conformance.{level}_level")
+    return list(module.CHECKS)
+
+
 def _of_level(level: str, subject: Subject, plan: Plan) -> Iterator[Task]:
     if level == "ops":
         for seed in plan.seeds:
             for case in op_cases(subject.numerics(), seed, plan.filter):
                 yield Task("ops", case.id, _op_run(case))
+        return
+    pattern = plan.filter.ops
+    for check in checks_of(level):
+        if (fnmatch.fnmatchcase(check.name, pattern) or check.id == pattern) and not (plan.filter.quick and check.slow):
+            yield Task(level, check.id, _check_run(check))
 
 
-def _op_run(case: OpCase) -> Callable[[Subject, Watchdog], CaseResult]:
-    return lambda subject, watchdog: run_op_case(subject, case, watchdog)
+def _op_run(case: OpCase) -> Callable[[Subject, Watchdog], tuple[CaseResult, str]]:
+    return lambda subject, watchdog: (run_op_case(subject, case, watchdog), "")
 
 
-def _nothing_matches(chosen: OpFilter) -> str:
-    ops = [op for op in OPS if fnmatch.fnmatchcase(op, chosen.ops)]
-    if not ops:
-        return f"--ops {chosen.ops!r} matches no op{nearest(chosen.ops, OPS)}"
-    from deepinfer_core.conformance.describe import descriptions
+def _check_run(check: Check) -> Callable[[Subject, Watchdog], tuple[CaseResult, str]]:
+    return lambda subject, watchdog: run_check(subject, check, watchdog)
 
-    known = sorted({geometry.name for op in ops for geometry in descriptions()[op].geometries})
-    return f"--geometry {chosen.geometry!r} matches no geometry of {', '.join(ops)} in this run{nearest(chosen.geometry, known)}"
+
+def _nothing_matches(plan: Plan) -> str:
+    chosen, names = plan.filter, {check.name for level in plan.levels if level != "ops" for check in checks_of(level)}
+    if "ops" in plan.levels:
+        names |= set(OPS)
+    hit = [name for name in names if fnmatch.fnmatchcase(name, chosen.ops)]
+    if not hit:
+        return f"--ops {chosen.ops!r} matches nothing in level {', '.join(plan.levels)}{nearest(chosen.ops, names)}"
+    known = {geometry.name for op in hit if op in OPS for geometry in descriptions()[op].geometries}
+    return f"--geometry {chosen.geometry!r} matches no geometry of {', '.join(sorted(hit))} in this run{nearest(chosen.geometry, known)}"

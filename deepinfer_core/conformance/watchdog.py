@@ -28,16 +28,17 @@ class Watchdog:
         self.seconds = seconds
         self._start()
 
-    def run(self, work: Callable[[], Any]) -> Any:
-        """The result of `work`. Raises what it raises, and TimeLimitError."""
+    def run(self, work: Callable[[], Any], patience: float = 1.0) -> Any:
+        """The result of `work`, which may take `patience` times the limit. Raises what it raises, and TimeLimitError."""
+        limit = self.seconds * patience
         answer: queue.Queue[tuple[bool, Any]] = queue.Queue()
         self._tasks.put((work, answer))
         try:
-            good, value = answer.get(timeout=self.seconds)
+            good, value = answer.get(timeout=limit)
         except queue.Empty:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(_Stop))
             self._start()
-            raise TimeLimitError(f"no result after {self.seconds:g} s (time limit)") from None
+            raise TimeLimitError(f"no result after {limit:g} s (time limit)") from None
         if good:
             return value
         raise value
