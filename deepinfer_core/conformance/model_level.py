@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.resources import as_file, files
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -72,7 +73,7 @@ def _selections(prompt: str):
         """Every chosen expert, entry and candidate block."""
         seen: dict[str, list[Tensor]] = {"moe_gate": [], "select_entries": [], "blocks": []}
 
-        def on_call(op: str, args: object, kwargs: object, result: object) -> None:
+        def on_call(op: str, args: Any, kwargs: Any, result: Any) -> None:
             if op == "moe_gate":
                 seen[op].append(result.ids.cpu().sort(1).values)
             elif op == "select_entries":
