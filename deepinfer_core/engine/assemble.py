@@ -46,7 +46,7 @@ def assemble(
         keep_from=np.where(filling, table.keep_from[rows], 0).astype(INT),
         is_prefill=is_prefill,
         sample=sample,
-        draft=sample & table.drafting[rows] & (limits.draft_after_prefill | ~is_prefill),
+        draft=sample & decode.draft & table.drafting[rows] & (limits.draft_after_prefill | ~is_prefill),
         logprob_start=_logprob_start(table, some, chunks),
         num_outputs=(table.length[rows] - table.prompt_len[rows]).astype(INT),
         slot_copies=copies,

@@ -8,7 +8,7 @@ import numpy as np
 
 from deepinfer_core.engine.ledger import Ledger
 from deepinfer_core.engine.table import RUNNING
-from deepinfer_core.engine.verification import CostTable, allocate_drafts, plan_budget
+from deepinfer_core.engine.verification import CostTable, DraftingGauge, allocate_drafts, plan_budget
 
 
 class DecodeRows(NamedTuple):
@@ -17,6 +17,7 @@ class DecodeRows(NamedTuple):
     rows: np.ndarray  # int64 [R] table rows, longest sequence first
     drafts: np.ndarray  # int64 [R] drafts to verify
     reallocate: int  # >= 0: the device spreads this many draft rows anew; -1: as planned
+    draft: bool = True  # new drafts are worth their cost
 
     @property
     def num_rows(self) -> int:
@@ -29,6 +30,13 @@ class DecodePlanner:
 
     def __init__(self, ledger: Ledger, cost: CostTable | None) -> None:
         self.ledger, self.limits, self.cost = ledger, ledger.limits, cost
+        schedules = self.limits.varlen_verification and cost is not None and self.limits.num_draft_tokens
+        self.gauge = DraftingGauge(self.limits.num_draft_tokens, cost) if schedules and cost is not None else None
+
+    def none(self) -> DecodeRows:
+        """No decode rows: for a step that only prefills."""
+        nothing = np.empty(0, np.int64)
+        return DecodeRows(nothing, nothing, -1, self._worth_drafting(0))
 
     def select(self) -> DecodeRows:
         """The decode rows of the next step; all pages that they may write are allocated.
@@ -49,15 +57,22 @@ class DecodePlanner:
         if len(kept) < len(rows):
             rows, drafts = rows[kept], drafts[kept]
             reallocate = int(drafts.sum()) if reallocate >= 0 else -1
-        return DecodeRows(rows, drafts, reallocate)
+        return DecodeRows(rows, drafts, reallocate, self._worth_drafting(len(rows)))
+
+    def _worth_drafting(self, requests: int) -> bool:
+        if self.gauge is None:
+            return True
+        return self.gauge.decide(requests) if requests else self.gauge.pays
 
     def _spread(self, rows: np.ndarray, available: np.ndarray, in_flight: np.ndarray) -> tuple[np.ndarray, int]:
-        if not (self.limits.varlen_verification and self.cost is not None and len(rows) and available.any()):
+        if self.gauge is None or self.cost is None or not available.any():
             return available, -1
-        table = self.ledger.table
+        table, mean = self.ledger.table, self.gauge.mean
         exists = np.arange(self.limits.num_draft_tokens) < available[:, None]
-        newest = _survival(table.rates[rows], exists)
-        older = np.where(in_flight[:, None], newest, _survival(table.previous_rates[rows], exists))
+        newest = _survival(table.rates[rows], exists, mean)
+        older = np.where(in_flight[:, None], newest, _survival(table.previous_rates[rows], exists, mean))
+        known = np.where(in_flight[:, None], table.rates[rows], table.previous_rates[rows])
+        self.gauge.learn(known[~np.isnan(known).any(axis=1)])
         budget = plan_budget(older, self.cost) - len(rows)
         drafts = np.minimum(allocate_drafts(newest, budget), available)
         return drafts, int(drafts.sum()) if in_flight.any() else -1
@@ -86,6 +101,6 @@ class DecodePlanner:
         return int(running[np.lexsort((table.order[running], outputs))[-1]])
 
 
-def _survival(rates: np.ndarray, exists: np.ndarray) -> np.ndarray:
-    """Survivals with unknown ones as 1 and drafts that do not exist as 0."""
-    return np.where(exists, np.where(np.isnan(rates), 1.0, rates), 0.0)
+def _survival(rates: np.ndarray, exists: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """Survivals with unknown ones as the mean at their position and drafts that do not exist as 0."""
+    return np.where(exists, np.where(np.isnan(rates), mean.astype(np.float32), rates), np.float32(0))

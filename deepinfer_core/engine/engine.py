@@ -244,7 +244,7 @@ class Engine:
     def _commit_result(self, handle: StepHandle, result: StepResult, outputs: StepOutputs) -> np.ndarray:
         cost = self.times.finish(handle)
         if self.costs is not None and cost.decodes:
-            self.costs.observe(cost.rows, cost.sequences, cost.forward, cost.sample)
+            self.costs.observe(cost.rows, cost.sequences, cost.forward, cost.sample, bool(handle.plan.draft.any()))
         updates = self.scheduler.commit(handle.plan, result)
         for warning in updates.warnings:
             log.warning("event=draft_warning step=%d message=%s", handle.plan.step, warning)

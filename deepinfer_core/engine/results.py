@@ -27,7 +27,7 @@ class StepPayload:
 
     scores: list[TokenScores | None]  # by sequence; of the emitted tokens
     prompt_scores: dict[int, TokenScores]  # by sequence; of the prompt tokens after this step's rows
-    estimates: np.ndarray | None  # float32 [S, D] estimated acceptance of the verified drafts
+    estimates: np.ndarray | None  # float32 [S, 1 + D] estimated acceptance of the verified drafts, 0 behind; None: none were verified
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class DeviceOutputs:
         self.estimates = torch.zeros(sequences, self.width, device=device)
         self._top: dict[str, Tensor] = {}
         self._prompt: dict[str, Tensor] = {}
-        self._has_drafts = False
+        self._has_drafts = self._has_verified = False
 
     def put_sampled(self, sequences: Tensor, chosen: Sampled) -> None:
         """One token for each of `sequences` int64 [R]."""
@@ -81,6 +81,7 @@ class DeviceOutputs:
         padded = torch.full_like(self.emitted, -1)
         padded[rows, column] = ids
         self.verified = padded[:, :-1]
+        self._has_verified = True
         self._put_top(rows, column, verified.scores)
 
     def put_drafts(self, sequences: Tensor, drafts: Tensor, confidences: Tensor) -> None:
@@ -110,7 +111,9 @@ class DeviceOutputs:
             **self._prompt,
         }
         if self._has_drafts:
-            named |= {"drafts": self.drafts, "confidences": self.confidences, "estimates": self.estimates}
+            named |= {"drafts": self.drafts, "confidences": self.confidences}
+        if self._has_verified:
+            named["estimates"] = self.estimates
         return named
 
     def _put_top(self, rows: Tensor, column: Tensor, scores: Scores) -> None:

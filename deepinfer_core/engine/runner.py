@@ -238,7 +238,7 @@ class Runner:
             logits = self.loaded.model.logits(forward.hidden[self._upload(picked)])
             batch = self.sampler.prepare(rows, self._upload)
             self._choose(handle, logits, batch, sampled, drafts, outputs)
-            if self.nextn:
+            if plan.draft.any():
                 self._draft(handle, batch, sampled, stops, outputs)
         for s, request in scored:
             self._score_prompt(handle, s, ends, request, outputs)

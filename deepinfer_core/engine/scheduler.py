@@ -27,8 +27,6 @@ from deepinfer_core.engine.stats import SchedulerStats
 from deepinfer_core.engine.verification import CostTable
 from deepinfer_core.errors import EngineError
 
-NO_DECODE = DecodeRows(np.empty(0, np.int64), np.empty(0, np.int64), -1)
-
 
 class Scheduler:
     """State machine over all requests of one data-parallel rank.
@@ -237,10 +235,10 @@ class Scheduler:
             if idle or prefill_vote(self._decode_steps, exchange(want), *intervals):
                 chunks = self._prefill.select(limits.max_num_batched_tokens) if want else []
                 if any(exchange(bool(chunks))):  # otherwise a prompt that cannot start would stop decoding for good
-                    return StepKind.PREFILL, NO_DECODE, chunks
+                    return StepKind.PREFILL, self._decode.none(), chunks
         decode = self._decode.select()
         if not len(decode.rows) and self._exchange is None:  # nothing decodes: no reason to wait for a vote
-            return StepKind.PREFILL, NO_DECODE, self._prefill.select(limits.max_num_batched_tokens)
+            return StepKind.PREFILL, decode, self._prefill.select(limits.max_num_batched_tokens)
         return StepKind.DECODE, decode, []
 
     def _count(self, decode: DecodeRows, chunks: list[Chunk]) -> None:

@@ -4,7 +4,9 @@ The budget (total rows) comes from confidences that are one step older than the 
 values; the newest confidences only rank the drafts. With survival a[r, j] = product of the confidences of drafts 0 .. j of request r,
 B rows for R requests emit R + (sum of the B - R largest survivals) tokens on average; the budget with most tokens per millisecond wins.
 
-Source: DSpark scheduling in DeepInfer 0.1.0 (model notes, runtime section 4.6).
+Drafting itself is left out of steps while verifying its drafts would not pay for it: see `DraftingGauge`.
+
+Source: DSpark scheduling in DeepInfer 0.1.0 (model notes, runtime section 4.6); leaving drafting out is our own.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ class CostTable(Protocol):
     """What a decode step costs."""
 
     def step_ms(self, rows: np.ndarray, requests: int) -> np.ndarray:
-        """Milliseconds of steps of `rows` [n] rows (ascending) for `requests` requests; inf where no such step is allowed."""
+        """Milliseconds of steps of `rows` [n] rows (ascending) for `requests` requests, drafting included; inf: no such step is allowed."""
+
+    def plain_ms(self, requests: int) -> float:
+        """Milliseconds of a step of one row for each of `requests` requests that makes no drafts; inf if unknown."""
 
 
 def plan_budget(survival: np.ndarray, cost: CostTable) -> int:
@@ -30,14 +35,17 @@ def plan_budget(survival: np.ndarray, cost: CostTable) -> int:
     survival [R, D] from the older confidences; drafts that do not exist are 0. The smallest budget wins among equals, so a larger one
     must be strictly better. If no budget is allowed, all drafts are verified.
     """
-    requests, drafts = survival.shape
+    rates = _tokens_per_ms(survival, cost)
+    return len(survival) + (int(np.argmax(rates)) if rates.any() else survival.size)
+
+
+def _tokens_per_ms(survival: np.ndarray, cost: CostTable) -> np.ndarray:
+    """float64 [R*D + 1]: expected tokens per millisecond with the best 0, 1, … drafts; 0 where no such step is allowed."""
+    requests = len(survival)
     gains = np.sort(survival, axis=None)[::-1]
-    rows = np.arange(requests, requests * (1 + drafts) + 1)
+    rows = np.arange(requests, requests + survival.size + 1)
     expected = requests + np.concatenate([[0.0], np.cumsum(gains, dtype=np.float64)])
-    cost_ms = cost.step_ms(rows, requests)
-    if not np.isfinite(cost_ms).any():
-        return int(rows[-1])
-    return int(rows[np.argmax(expected / cost_ms)])
+    return expected / cost.step_ms(rows, requests)
 
 
 def allocate_drafts(survival: np.ndarray, budget: int) -> np.ndarray:
@@ -57,10 +65,41 @@ def allocate_drafts(survival: np.ndarray, budget: int) -> np.ndarray:
     return chosen.reshape(survival.shape).sum(axis=1)
 
 
+class DraftingGauge:
+    """Tells whether steps should draft, from the mean survival of recent drafts and the costs of steps with and without drafting.
+
+    Whether a step drafts changes no distribution: every token follows the target, whatever was drafted before it. While drafting is
+    left out, one step in `PROBE` drafts nevertheless, so that a change is noticed.
+    """
+
+    PROBE = 64
+    MEMORY = 16  # drafted blocks after which an old mean has lost most of its weight
+
+    def __init__(self, drafts: int, cost: CostTable) -> None:
+        self.mean = np.ones(drafts)  # survival at each draft position; what is unknown counts as sure
+        self.pays = True  # the newest decision
+        self._cost = cost
+        self._idle = 0  # steps without drafting since the last one with it
+
+    def learn(self, survival: np.ndarray) -> None:
+        """Takes survivals [n, D] of drafts, made before those in flight."""
+        if len(survival):
+            keep = (1 - 1 / self.MEMORY) ** len(survival)
+            self.mean = keep * self.mean + (1 - keep) * survival.mean(axis=0)
+
+    def decide(self, requests: int) -> bool:
+        """Whether the next step, of `requests` decoding requests, should draft."""
+        drafting = _tokens_per_ms(np.tile(self.mean, (requests, 1)), self._cost).max()
+        self.pays = bool(drafting * self._cost.plain_ms(requests) >= requests) or self._idle >= self.PROBE
+        self._idle = 0 if self.pays else self._idle + 1
+        return self.pays
+
+
 class ProfiledCost:
     """A cost table from measured steps: bucket sizes with a base time each, corrected online for context length and sampling.
 
-    T(B, R) = base[g] + slope * g + sampler(R), with g the smallest bucket that holds B rows. Times are milliseconds.
+    T(B, R) = base[g] + slope * g + sampler(R), with g the smallest bucket that holds B rows. Times are milliseconds. Steps with and
+    without drafting have sampler times of their own.
     """
 
     STEP_WINDOW = 5000  # newest decode steps that the slope looks at
@@ -74,7 +113,7 @@ class ProfiledCost:
         self._sizes = sorted(base_ms)
         self._base = np.array([base_ms[size] for size in self._sizes], np.float64)
         self._steps: deque[tuple[int, float]] = deque(maxlen=self.STEP_WINDOW)
-        self._sampler: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=self.SAMPLER_WINDOW))
+        self._sampler = [defaultdict[int, deque[float]](lambda: deque(maxlen=self.SAMPLER_WINDOW)) for _ in (False, True)]  # drafted?
         self._slope: float | None = 0.0
 
     @property
@@ -88,25 +127,32 @@ class ProfiledCost:
             self._slope = max(float(np.median(medians)), 0.0) if medians else 0.0
         return self._slope
 
-    def sampler_ms(self, requests: int) -> float:
-        """Median time of sampling and drafting for `requests` requests."""
-        own = self._sampler.get(requests, ())
-        times = own if len(own) >= self.MIN_SAMPLES else [t for window in self._sampler.values() for t in window]
+    def sampler_ms(self, requests: int, drafted: bool = True) -> float:
+        """Median time of sampling, with or without drafting, for `requests` requests."""
+        windows = self._sampler[drafted]
+        own = windows.get(requests, ())
+        times = own if len(own) >= self.MIN_SAMPLES else [t for window in windows.values() for t in window]
         return float(np.median(times)) if len(times) >= self.MIN_SAMPLES else 0.0
 
-    def observe(self, rows: int, requests: int, forward_ms: float, sampler_ms: float) -> None:
+    def observe(self, rows: int, requests: int, forward_ms: float, sampler_ms: float, drafted: bool = True) -> None:
         """Learns from a decode step that ran in a bucket: rows before padding, and the device times of its two parts."""
         index = bisect_left(self._sizes, rows)
         if index < len(self._sizes):
             self._steps.append((index, (forward_ms - self._base[index]) / self._sizes[index]))
             self._slope = None
-        self._sampler[requests].append(sampler_ms)
+        self._sampler[drafted][requests].append(sampler_ms)
+
+    def plain_ms(self, requests: int) -> float:
+        """See `CostTable`."""
+        return float(self._forward_ms(np.array([requests]))[0]) + self.sampler_ms(requests, drafted=False)
 
     def step_ms(self, rows: np.ndarray, requests: int) -> np.ndarray:
         """See `CostTable`."""
+        return self._forward_ms(rows) + self.sampler_ms(requests)
+
+    def _forward_ms(self, rows: np.ndarray) -> np.ndarray:
         sizes = np.array(self._sizes)
         index = np.searchsorted(sizes, rows)
         fits = index < len(sizes)
         index = np.minimum(index, len(sizes) - 1)
-        cost = self._base[index] + self.slope * sizes[index] + self.sampler_ms(requests)
-        return np.where(fits, cost, np.inf)
+        return np.where(fits, self._base[index] + self.slope * sizes[index], np.inf)

@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import arrays
 from scheduler_bench import answer, make, spec
 
 from deepinfer_core.engine.policy import is_vote_point, prefill_vote
-from deepinfer_core.engine.verification import ProfiledCost, allocate_drafts, plan_budget
+from deepinfer_core.engine.verification import DraftingGauge, ProfiledCost, allocate_drafts, plan_budget
 
 OLDER = np.array([[0.9, 0.72, 0.504], [0.6, 0.3, 0.12]])
 
@@ -143,6 +143,65 @@ class Curve:
 
     def step_ms(self, rows: np.ndarray, requests: int) -> np.ndarray:
         return np.where(rows == requests + self.extra, 1.0, 1e9)
+
+    def plain_ms(self, requests: int) -> float:
+        return np.inf
+
+
+class TestDraftingGauge:
+    @pytest.fixture
+    def cost(self):
+        """Sampling takes 1 ms, and 4 more with drafting."""
+        cost = ProfiledCost({1: 10.0, 2: 12.0, 4: 20.0, 8: 40.0, 64: 400.0})
+        for _ in range(5):
+            cost.observe(1, 1, 10.0, 1.0, drafted=False)
+            cost.observe(1, 1, 10.0, 5.0)
+        return cost
+
+    def test_the_worked_break_even(self, cost):
+        """One request: 1 token in 11 ms, or 1 + a in 17 ms with one draft of survival a: drafting pays from a = 6/11 on."""
+        assert cost.plain_ms(1) == 11
+        assert cost.step_ms(np.array([1, 2]), 1).tolist() == [15, 17]
+        for survival, pays in ((0.53, False), (0.56, True)):
+            gauge = DraftingGauge(1, cost)
+            gauge.mean[:] = survival
+            assert gauge.decide(1) == pays
+
+    def test_it_drafts_until_it_knows_better_and_probes_now_and_then(self, cost):
+        gauge = DraftingGauge(2, cost)
+        assert gauge.decide(1)
+        gauge.learn(np.zeros((40, 2), np.float32))
+        decisions = [gauge.decide(1) for _ in range(2 * DraftingGauge.PROBE + 2)]
+        assert np.flatnonzero(decisions).tolist() == [DraftingGauge.PROBE, 2 * DraftingGauge.PROBE + 1]
+
+    def test_it_returns_when_a_probe_finds_better_drafts(self, cost):
+        gauge = DraftingGauge(1, cost)
+        gauge.learn(np.full((100, 1), 0.1, np.float32))
+        assert not gauge.decide(1)
+        gauge.learn(np.full((100, 1), 0.9, np.float32))
+        assert gauge.decide(1)
+
+    def test_the_number_of_requests_decides_at_once(self, cost):
+        """Rows are cheap up to two, then cost as much as they bring."""
+        gauge = DraftingGauge(1, cost)
+        gauge.mean[:] = 0.7
+        assert [gauge.decide(requests) for requests in (1, 8, 1)] == [True, False, True]
+
+    def test_while_it_does_not_pay_plans_make_no_drafts(self):
+        class Dear(Curve):
+            def plain_ms(self, requests: int) -> float:
+                return 1e-6
+
+        scheduler = make(num_draft_tokens=2, varlen_verification=True, cost=Dear(1))
+        scheduler.add(spec("a", 3, max_tokens=9))
+        plan = scheduler.plan()
+        assert plan.draft.tolist() == [True]
+        scheduler.commit(plan, answer(plan, {}, {"a": [60, 61]}, {"a": [0.5, 0.5]}, width=2))
+        plan = scheduler.plan()
+        assert (plan.num_drafts.tolist(), plan.draft.tolist()) == ([1], [False])
+        scheduler.commit(plan, answer(plan, width=2))
+        plan = scheduler.plan()
+        assert (plan.num_drafts.tolist(), plan.draft.tolist()) == ([0], [False])
 
 
 class TestInTheScheduler:
