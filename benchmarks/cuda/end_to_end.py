@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import platform
+import subprocess
 import time
 import traceback
 from collections.abc import Callable
@@ -188,6 +189,15 @@ class Run:
         return self.results.get("ceilings") or {"copy": float("nan"), "product": float("nan")}
 
 
+def driver_version() -> str:
+    """As nvidia-smi prints it; empty if it cannot be asked."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0]
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
 def machine() -> dict[str, Any]:
     """What the numbers were measured on."""
     found: dict[str, Any] = {
@@ -209,7 +219,7 @@ def machine() -> dict[str, Any]:
             "multiprocessors": properties.multi_processor_count,
             "memory": properties.total_memory,
             "cuda": torch.version.cuda,
-            "driver": torch._C._cuda_getDriverVersion(),
+            "driver": driver_version(),
         }
     return found
 
