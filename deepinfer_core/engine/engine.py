@@ -152,7 +152,7 @@ class Engine:
         if self._failure is not None:
             raise self._failure
         outputs = StepOutputs()
-        with self._failing(outputs):
+        with self.guarded(outputs):
             self._advance(outputs)
         return outputs
 
@@ -161,7 +161,7 @@ class Engine:
         outputs = StepOutputs()
         if self._in_flight is not None:
             handle, self._in_flight = self._in_flight, None
-            with self._failing(outputs):
+            with self.guarded(outputs):
                 self._commit(handle, outputs)
                 self._report(self.scheduler.drain(), outputs)
         return outputs
@@ -194,7 +194,7 @@ class Engine:
         return self._failure
 
     @contextmanager
-    def _failing(self, outputs: StepOutputs) -> Iterator[None]:
+    def guarded(self, outputs: StepOutputs) -> Iterator[None]:
         """Whatever is raised inside ends the engine; `outputs` are kept for `drain`."""
         try:
             yield

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from deepinfer_core.engine.engine import Engine
+from deepinfer_core.engine.engine import Engine, StepOutputs, token_ids
 from deepinfer_core.errors import EngineError, RequestError
 from deepinfer_core.model.batch import SequenceInputs
 
@@ -15,11 +15,13 @@ from deepinfer_core.model.batch import SequenceInputs
 def score(engine: Engine, tokens: Sequence[int]) -> torch.Tensor:
     """float32 [len, V] on the CPU: logits of every position of `tokens`, computed in steps of the engine's token budget.
 
-    The engine must be idle. Raises RequestError for ids or lengths the engine does not take.
+    The engine must be idle. Raises RequestError for ids or lengths the engine does not take, EngineError if the device fails.
     """
     limits, parts = engine.parts.limits, engine.parts
-    ids = np.asarray(tokens)
-    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= limits.vocab_size:
+    if engine.failure is not None:
+        raise engine.failure
+    ids = token_ids(tokens)
+    if ids is None or not ids.size or ids.min() < 0 or ids.max() >= limits.vocab_size:
         raise RequestError(
             f"compute_logits: expected a list of at least one token id in [0, {limits.vocab_size})", parameter="sequences", value=tokens
         )
@@ -38,7 +40,8 @@ def score(engine: Engine, tokens: Sequence[int]) -> torch.Tensor:
     pages, slot = engine.pages.allocate(need), engine.slots.allocate()
     try:
         work = _Scoring(engine, ids.astype(np.int64), pages, slot)
-        return torch.from_numpy(np.concatenate([parts.runtime.submit(work.next).wait()["logits"] for _ in range(work.steps)]))
+        with engine.guarded(StepOutputs()):
+            return torch.from_numpy(np.concatenate([parts.runtime.submit(work.next).wait()["logits"] for _ in range(work.steps)]))
     finally:
         engine.pages.release(pages)
         engine.slots.release(slot)
