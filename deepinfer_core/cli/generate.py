@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from deepinfer_core.cli._options import BackendName, ConfigFile, Json, Model, Settings, resolve_from_options
+from deepinfer_core.errors import EngineError, RequestError
 
 NONSENSE = (
     "note: no model was given, so this is the small checkpoint that ships with the package. Its weights are random: what it writes is "
@@ -54,19 +55,38 @@ def command(
     )
     if resolved.config.model.path is None:
         print(NONSENSE, file=sys.stderr)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _standard_input() if prompt == "-" else prompt
     with LLM(config=resolved, progress=True) as llm:
         print(_banner(llm), file=sys.stderr)
         if json:
-            print(jsonlib.dumps(llm.generate(text, params, progress=False)[0].as_dict()))
+            output = llm.generate(text, params, progress=False)[0]
+            print(jsonlib.dumps(output.as_dict()))
+            _check(output.finish_reason, output.error)
             return
-        count, reason = 0, None
-        for delta in llm.stream(text, params):
-            print(delta.text, end="", flush=True)
-            count += len(delta.token_ids)
-            reason = delta.finish_reason
+        count, last = 0, None
+        for last in llm.stream(text, params):
+            print(last.text, end="", flush=True)
+            count += len(last.token_ids)
+        assert last is not None
         print()
-        print(f"[{count} tokens, finish reason: {reason}]", file=sys.stderr)
+        print(f"[{count} tokens, finish reason: {last.finish_reason}]", file=sys.stderr)
+        _check(last.finish_reason, last.error)
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        message = f"prompt: standard input is not {error.encoding.upper()} (byte {error.start}: {error.reason}); convert it first"
+        raise RequestError(message, parameter="prompt") from None
+
+
+def _check(reason: Any, error: str) -> None:
+    """Raises what ended the request, unless it ended well."""
+    if reason in ("invalid_request", "prompt_length_exceeded"):
+        raise RequestError(error, parameter="prompt")
+    if error:
+        raise EngineError(error)
 
 
 def _few_sequences(settings: list[str] | None) -> dict[str, Any]:

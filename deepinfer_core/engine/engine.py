@@ -305,7 +305,7 @@ class Engine:
         rest = sample.text.flush()
         out.text += rest
         out.finish_reason, out.error = reason, detail
-        outputs.deltas.append(Delta(request.output.request_id, out.index, rest, (), reason))
+        outputs.deltas.append(Delta(request.output.request_id, out.index, rest, (), reason, detail))
         request.running -= 1
         if not request.running:
             del self._requests[request.output.request_id]

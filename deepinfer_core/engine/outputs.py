@@ -95,4 +95,5 @@ class Delta:
     index: int
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | None  # set in the last delta of a sample
+    error: str = ""  # why it ended, for reasons other than stop and length
