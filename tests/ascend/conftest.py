@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # else `import torch` fails beside a torch_npu without CANN
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks" / "ascend")]
 
 
 @pytest.fixture(scope="session")

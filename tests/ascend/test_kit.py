@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import hardware_kit as kit
 import pytest
+from hardware_kit import Step
 
-from deepinfer_backends.ascend950.tools import hardware_kit as kit
 from deepinfer_backends.ascend950.tools import questions
-from deepinfer_backends.ascend950.tools.hardware_kit import Step
 from deepinfer_core.backend import Probe
 
 PYTHON = sys.executable
@@ -98,7 +98,7 @@ def test_questions_on_emulation(emulated_backend: Any) -> None:
 @pytest.mark.usefixtures("emulated_backend")
 def test_one_question_by_number(tmp_path: Path) -> None:
     out = tmp_path / "answer.json"
-    subprocess.run([PYTHON, "-m", f"{kit.PACKAGE}.questions", str(out), "--emulate", "--only", "0"], check=True, capture_output=True)
+    subprocess.run([PYTHON, "-m", kit.QUESTIONS_MODULE, str(out), "--emulate", "--only", "0"], check=True, capture_output=True)
     record = json.loads(out.read_text())
     assert record["backend"] == "ascend950_emulated"
     assert [answer["verdict"] for answer in record["answers"]] == ["as expected"]

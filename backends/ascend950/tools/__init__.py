@@ -1,1 +1,1 @@
-"""Command-line tools of the Ascend backend: the CANN stub builder and the hardware kit."""
+"""Command-line tools of the Ascend backend: the CANN stub builder, and questions for a device."""

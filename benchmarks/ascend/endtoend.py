@@ -1,6 +1,6 @@
 """A model through a backend from end to end: golden tokens by the engine, and the time of prefill and decode at released dimensions.
 
-    python -m deepinfer_backends.ascend950.tools.endtoend RESULT.json [--layers N] [--emulate]
+    python benchmarks/ascend/endtoend.py RESULT.json [--layers N] [--emulate]
 
 Tokens: the small checkpoint that ships with the package, greedy, against the CPU reference in the same process. Times: the released
 geometry with random weights and its first N layers, without Engram tables, one packed step at a time and without graphs.

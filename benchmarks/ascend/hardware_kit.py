@@ -1,6 +1,6 @@
 """One command for a person with an Ascend 950 machine: runs everything there is to run, and packs a report to send back.
 
-    python -m deepinfer_backends.ascend950.tools.hardware_kit REPORT_DIR [--quick] [--emulate]
+    python benchmarks/ascend/hardware_kit.py REPORT_DIR [--quick] [--emulate]
 
 Writes REPORT_DIR/summary.md, one log per step, and REPORT_DIR.tar.gz. Every step runs in a process of its own with a time limit; one that
 fails or hangs does not stop the next. Nothing is sent anywhere. The report holds versions, device names, the environment variables
@@ -23,7 +23,8 @@ from pathlib import Path
 from deepinfer_backends.ascend950 import environment
 from deepinfer_backends.ascend950.backend import AscendBackend
 
-PACKAGE = "deepinfer_backends.ascend950.tools"
+QUESTIONS_MODULE = "deepinfer_backends.ascend950.tools.questions"
+END_TO_END = Path(__file__).with_name("endtoend.py")
 REPORTED_VARIABLES = (*environment.DEFAULTS, "ASCEND_HOME_PATH", "ASCEND_RT_VISIBLE_DEVICES", "HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT")
 EMULATED = "REHEARSAL ON CPU EMULATION: no NPU was used, nothing below says anything about a device.\n\n"
 
@@ -48,12 +49,11 @@ def steps(out: Path, quick: bool, emulate: bool) -> list[Step]:
     """Everything to run, in order."""
     from deepinfer_backends.ascend950.tools.questions import QUESTIONS
 
-    python = (sys.executable, "-m")
     deepinfer = (sys.executable, "-c", "from deepinfer_core.cli import main; main()")
     extra = ("--emulate",) if emulate else ()
     suite = (*deepinfer, "conformance", "--backend", "ascend950", *extra)
     asked = [
-        Step(f"question_{n:02}", (*python, f"{PACKAGE}.questions", str(out / f"question_{n:02}.json"), "--only", str(n), *extra), 5)
+        Step(f"question_{n:02}", (sys.executable, "-m", QUESTIONS_MODULE, str(out / f"question_{n:02}.json"), "--only", str(n), *extra), 5)
         for n in range(len(QUESTIONS))
     ]
     levels = ("contract", "ops") if quick else ("contract", "ops", "model", "engine", "claims")
@@ -62,7 +62,7 @@ def steps(out: Path, quick: bool, emulate: bool) -> list[Step]:
     ]
     bench = (*deepinfer, "bench", "ops", "--backend", "ascend950")
     timed = [] if quick or emulate else [Step("bench_ops", (*bench, "--report", str(out / "bench_ops.json")), 60)]
-    whole = Step("endtoend", (*python, f"{PACKAGE}.endtoend", str(out / "endtoend.json"), *extra), 60)
+    whole = Step("endtoend", (sys.executable, str(END_TO_END), str(out / "endtoend.json"), *extra), 60)
     doctor = Step("doctor", (*deepinfer, "doctor"), 5)
     return [Step("npu_smi", ("npu-smi", "info"), 1), doctor, *asked, *checked, whole, *timed]
 
