@@ -1,8 +1,8 @@
 """Decode graphs: the forward of decode steps, captured once for each bucket of rows and replayed over fixed buffers.
 
 A step of T rows runs in the smallest bucket that holds T. Rows up to the bucket's size belong to padding sequences of one row each: state
-slot 0, page 0, nothing stored. Every input is copied into the bucket's buffers; metadata is derived inside the graph. A bucket that
-cannot be captured stays eager, with one warning.
+slot 0, page 0, nothing stored. A step costs one copy of its plan into the bucket's buffer and one replay: the plan's completion, metadata
+and the model are all inside the graph. A bucket that cannot be captured stays eager, with one warning.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from deepinfer_core.backend.runtime import DeviceRuntime, Graph
+from deepinfer_core.engine.plan import StepPlan
+from deepinfer_core.engine.results import DeviceStep
+from deepinfer_core.engine.step_inputs import CompletedInputs, PlanInputs, StepSize, completed, packed, unpacked
 from deepinfer_core.errors import EngineError
 from deepinfer_core.model.batch import SequenceInputs
 from deepinfer_core.model.graph import ForwardResult
@@ -33,20 +37,43 @@ def bucket_sizes(largest: int, interval: int) -> list[int]:
     return [*powers, *range(interval, largest, interval), largest]
 
 
+class GraphOptions(NamedTuple):
+    """Sizes of the buffers besides the buckets' own."""
+
+    pages: int  # of the longest block table
+    history: int  # ids before a row that the plan tells
+    sequences: int  # most sequences of any step
+    drafts: int  # most drafts of a sequence
+
+
+class StepRun(NamedTuple):
+    """What a bucket computed. Valid until it runs again."""
+
+    inputs: CompletedInputs
+    forward: ForwardResult
+
+
 @dataclass
 class _Bucket:
-    inputs: SequenceInputs  # fixed buffers: `size` sequences, `size` rows
+    size: StepSize
+    buffer: Tensor  # uint8, see `packed`
+    inputs: PlanInputs  # views of `buffer`
+    spread: Tensor  # int64 [S]: rows of each sequence
     graph: Graph | None = None
-    result: ForwardResult | None = None
+    result: StepRun | None = None
 
 
 class DecodeGraphs:
-    """The buckets of one runner. `forward` is what is captured; it must touch no buffer that outlives it but the caches."""
+    """The buckets of one runner. `forward` is what is captured; it must touch no buffer that outlives it but the caches.
 
-    def __init__(self, runtime: DeviceRuntime, forward: Forward, sizes: list[int], pages: int, history: int) -> None:
+    `previous` holds the results of the newest sampled step; the runner keeps them there with `remember`.
+    """
+
+    def __init__(self, runtime: DeviceRuntime, forward: Forward, sizes: list[int], options: GraphOptions) -> None:
         self.sizes = sizes
-        self._runtime, self._forward = runtime, forward
-        self._buckets = {size: _Bucket(_padding(size, pages, history, runtime.device)) for size in sizes}
+        self._runtime, self._forward, self._options = runtime, forward, options
+        self.previous = DeviceStep.blank(options.sequences, options.drafts, runtime.device)
+        self._buckets = {size: self._bucket(size) for size in sizes}
 
     def size_for(self, rows: int) -> int | None:
         """The smallest bucket for a step of `rows` rows; None if it is larger than all."""
@@ -68,12 +95,24 @@ class DecodeGraphs:
             progress(size)
         return failed
 
-    def run(self, inputs: SequenceInputs, size: int) -> ForwardResult:
-        """Enqueues a decode step; rows behind the step's own are padding. The result is valid until the bucket runs again."""
-        self._fill(self._buckets[size].inputs, inputs, size)
+    def remember(self, step: DeviceStep) -> None:
+        """Keeps a step's results where graphs look for them."""
+        step.copy_to(self.previous)
+
+    def run(self, plan: StepPlan, size: int, spread: Tensor | None = None) -> StepRun:
+        """Enqueues a decode step; `spread` as of `completed`. Raises EngineError if the plan's block table is wider than the buffers."""
+        bucket = self._buckets[size]
+        width = plan.block_table.shape[1]
+        if width > bucket.size.pages:
+            raise EngineError(f"decode graphs: a block table of {width} pages; the buffers hold {bucket.size.pages}")
+        self._runtime.to_device(packed(plan, bucket.size), out=bucket.buffer)
+        if self._options.drafts:
+            bucket.spread.copy_(bucket.inputs.query_len)
+            if spread is not None:
+                bucket.spread[: len(spread)].copy_(spread)
         return self.run_again(size)
 
-    def run_again(self, size: int) -> ForwardResult:
+    def run_again(self, size: int) -> StepRun:
         """Enqueues a bucket with whatever its buffers hold: padding only, before its first step."""
         bucket = self._buckets[size]
         if bucket.graph is None:
@@ -85,43 +124,15 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _run(self, bucket: _Bucket) -> None:
-        bucket.result = self._forward(bucket.inputs)
+        inputs = completed(bucket.inputs, self.previous, bucket.spread if self._options.drafts else None)
+        bucket.result = StepRun(inputs, self._forward(inputs.sequences))
 
     def _warm(self, bucket: _Bucket) -> dict[str, Tensor]:
         self._run(bucket)
         return {}
 
-    def _fill(self, buffers: SequenceInputs, inputs: SequenceInputs, size: int) -> None:
-        count, rows = len(inputs.query_len), len(inputs.tokens)
-        width = inputs.block_table.shape[1]
-        if width > buffers.block_table.shape[1]:
-            raise EngineError(f"decode graphs: a block table of {width} pages; the buffers hold {buffers.block_table.shape[1]}")
-        for name in ("start", "state_slot", "valid_start", "write_start", "history"):
-            target = getattr(buffers, name)
-            target[:count].copy_(getattr(inputs, name))
-            target[count:].zero_()
-        buffers.block_table.zero_()
-        buffers.block_table[:count, :width].copy_(inputs.block_table)
-        buffers.query_len.zero_()
-        buffers.query_len[:count].copy_(inputs.query_len)
-        buffers.query_len[count : count + size - rows].fill_(1)
-        buffers.tokens.zero_()
-        buffers.tokens[:rows].copy_(inputs.tokens)
-
-
-def _padding(size: int, pages: int, history: int, device: torch.device) -> SequenceInputs:
-    """Buffers that hold nothing but padding: `size` sequences of one row."""
-
-    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.zeros(*shape, dtype=dtype, device=device)
-
-    return SequenceInputs(
-        query_len=zeros(size) + 1,
-        start=zeros(size),
-        state_slot=zeros(size),
-        block_table=zeros(size, pages, dtype=torch.int32),
-        valid_start=zeros(size),
-        write_start=zeros(size),
-        history=zeros(size, history) - 1,
-        tokens=zeros(size),
-    )
+    def _bucket(self, rows: int) -> _Bucket:
+        size = StepSize(rows, rows, self._options.pages, self._options.history)
+        buffer = self._runtime.to_device(packed(None, size))
+        inputs = unpacked(buffer, size)
+        return _Bucket(size, buffer, inputs, inputs.query_len.clone())

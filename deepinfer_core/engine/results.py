@@ -40,6 +40,21 @@ class DeviceStep:
     drafts: Tensor  # int64 [S, D] drafts made after sampling, -1 where none
     confidences: Tensor  # float32 [S, D]
 
+    @classmethod
+    def blank(cls, sequences: int, drafts: int, device: torch.device) -> DeviceStep:
+        """Room for the results of a step."""
+        none = torch.full((sequences, drafts), -1, dtype=torch.int64, device=device)
+        count = torch.zeros(sequences, dtype=torch.int64, device=device)
+        return cls(count - 1, count, none, none.clone(), torch.zeros(sequences, drafts, device=device))
+
+    def copy_to(self, target: DeviceStep) -> None:
+        """Overwrites the first S sequences of `target`."""
+        count = len(self.tokens)
+        target.tokens[:count].copy_(self.tokens)
+        if self.drafts.shape[1]:
+            for name in ("accepted", "verified", "drafts", "confidences"):
+                getattr(target, name)[:count].copy_(getattr(self, name))
+
 
 class DeviceOutputs:
     """Collects results of S sequences; rows of sequences that do not sample keep their initial values."""

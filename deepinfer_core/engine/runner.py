@@ -10,7 +10,7 @@ Source of the completion rules: asynchronous scheduling of DeepInfer 0.1.0 (mode
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from deepinfer_core.backend.runtime import DeviceRuntime, Event, PendingCopy
-from deepinfer_core.engine.graphs import DecodeGraphs
+from deepinfer_core.engine.graphs import DecodeGraphs, GraphOptions
 from deepinfer_core.engine.plan import StepPlan, StepResult
 from deepinfer_core.engine.results import DeviceOutputs, DeviceStep, host_result
+from deepinfer_core.engine.step_inputs import CompletedInputs, StepSize, completed, packed, unpacked
 from deepinfer_core.model.batch import SequenceInputs, Truncation
 from deepinfer_core.model.drafter import DraftInputs
 from deepinfer_core.model.graph import ForwardResult
@@ -50,8 +51,7 @@ class StepHandle:
     query_len: PendingCopy | None = None  # rows as the device spread them; None: as planned
     launched: PendingCopy | None = None  # nothing but the success of the first half
     forward: ForwardResult | None = None  # set by device work
-    start: Tensor | None = None  # int64 [S], set by device work: true position of each sequence's first row
-    tokens: Tensor | None = None  # int64 [T], set by device work
+    inputs: CompletedInputs | None = None  # set by device work; may be padded behind the plan's sequences and rows
     device: DeviceStep | None = None  # set by device work
     outputs: PendingCopy | None = None
     marks: list[Event] = field(default_factory=list)  # before the forward, after it, before sampling, after drafting
@@ -88,9 +88,14 @@ class Runner:
 
     def use_graphs(self, sizes: list[int], max_positions: int) -> DecodeGraphs:
         """Runs decode steps in buckets of the given sizes from now on. The caller captures them."""
-        pages = self.loaded.layout.pages_for(max_positions)
-        history = max(self.loaded.config.engram_max_ngram_size - 1, 0)
-        self.graphs = DecodeGraphs(self.runtime, self._run_model, sizes, pages, history)
+        loaded = self.loaded
+        options = GraphOptions(
+            pages=loaded.layout.pages_for(max_positions),
+            history=max(loaded.config.engram_max_ngram_size - 1, 0),
+            sequences=loaded.geometry.state_slots,
+            drafts=self.nextn,
+        )
+        self.graphs = DecodeGraphs(self.runtime, self._run_model, sizes, options)
         return self.graphs
 
     # ------------------------------------------------------------------ first half
@@ -129,23 +134,23 @@ class Runner:
         plan, caches = handle.plan, self.loaded.caches
         for source, target in plan.slot_copies:
             caches.slots[target].copy_(caches.slots[source])
-        names = ("query_len", "start", "state_slot", "valid_start", "write_start", "history", "tokens", "keep_from")
-        device = {name: self._upload(getattr(plan, name).astype(np.int64)) for name in names}
-        if query_len is not None:
-            device["query_len"] = query_len
+        last = None
         if (plan.remap >= 0).any():
             assert previous is not None
             assert previous.device is not None
-            self._complete(plan, previous.device, device)
-        keep_from = device.pop("keep_from")
-        handle.start, handle.tokens = device["start"], device["tokens"]
-        device["tokens"] = device["tokens"].clamp_min(0)  # a draft that does not exist is never accepted: any id will do
-        table, truncation = self._upload(plan.block_table), self._truncation(plan, keep_from, device["query_len"])
-        inputs = SequenceInputs(**device, block_table=table, truncation=truncation)
+            last = previous.device
         size = None
         if self.graphs is not None and not plan.is_prefill.any():
             size = self.graphs.size_for(len(plan.tokens))
-        handle.forward = self._run_model(inputs) if size is None or self.graphs is None else self.graphs.run(inputs, size)
+        if size is not None and self.graphs is not None:
+            handle.inputs, handle.forward = self.graphs.run(plan, size, query_len)
+            return {}
+        own = StepSize.of(plan)
+        inputs = unpacked(self._upload(packed(plan, own)), own)
+        handle.inputs = completed(inputs, last, query_len)
+        sequences = handle.inputs.sequences
+        truncation = self._truncation(plan, inputs.keep_from, sequences.query_len)
+        handle.forward = self._run_model(replace(sequences, truncation=truncation) if truncation else sequences)
         return {}
 
     def _run_model(self, inputs: SequenceInputs) -> ForwardResult:
@@ -154,28 +159,6 @@ class Runner:
         if self.loaded.drafter is not None and result.features is not None:
             self.loaded.drafter.feed(result.features, batch.decoder_rows or batch.rows, self.loaded.caches)
         return result
-
-    def _complete(self, plan: StepPlan, previous: DeviceStep, device: dict[str, Tensor]) -> None:
-        """Replaces what the host did not know: see the module docstring of `deepinfer_core.engine.plan`."""
-        remap = self._upload(plan.remap.astype(np.int64))
-        known = remap < 0
-        source = remap.clamp_min(0)
-        accepted = previous.accepted[source].masked_fill(known, 0)
-        pending = self._upload(plan.pending_drafts.astype(np.int64))
-        device["start"] = device["start"] - (pending - accepted)
-        query_len, total = device["query_len"], len(device["tokens"])
-        sequence = torch.repeat_interleave(torch.arange(len(remap), device=remap.device), query_len, output_size=total)
-        offset = torch.arange(total, device=remap.device) - (query_len.cumsum(0) - query_len)[sequence]
-        made = torch.cat((previous.tokens[:, None], previous.drafts), 1)[source]  # [S, 1+D]
-        fresh = made[sequence, offset.clamp_max(made.shape[1] - 1)]
-        # The host packed its tokens for the rows it planned, which the device may have spread differently.
-        planned = plan.query_len.astype(np.int64)
-        length, begin = self._upload(planned)[sequence], self._upload(planned.cumsum() - planned)[sequence]
-        told = torch.where(offset < length, device["tokens"][(begin + offset).clamp_max(total - 1)], -1)
-        device["tokens"] = torch.where(known[sequence], told, fresh)
-        ids = torch.cat((device["history"], previous.verified[source]), 1)
-        window = accepted[:, None] + torch.arange(device["history"].shape[1], device=remap.device)
-        device["history"] = ids.gather(1, window)
 
     def _truncation(self, plan: StepPlan, keep_from: Tensor, query_len: Tensor) -> Truncation | None:
         if not plan.keep_from.any():
@@ -243,6 +226,8 @@ class Runner:
         for s, request in scored:
             self._score_prompt(handle, s, ends, request, outputs)
         handle.device = outputs.device_step()
+        if self.graphs is not None:
+            self.graphs.remember(handle.device)
         handle.forward = None
         return outputs.tensors()
 
@@ -250,7 +235,7 @@ class Runner:
         self, handle: StepHandle, logits: Tensor, batch: SamplingBatch, sampled: np.ndarray, drafts: np.ndarray, outputs: DeviceOutputs
     ) -> None:
         """Samples, or verifies drafts and samples."""
-        assert handle.tokens is not None
+        assert handle.inputs is not None
         if not drafts.any():
             chosen = self.sampler.sample(logits, batch)
             outputs.put_sampled(self._upload(sampled), chosen)
@@ -258,7 +243,7 @@ class Runner:
         starts = np.cumsum(handle.rows) - handle.rows
         verify = np.concatenate([np.append(np.arange(starts[s] + 1, starts[s] + 1 + d), -1) for s, d in zip(sampled, drafts, strict=True)])
         index = self._upload(verify)
-        ids = torch.where(index >= 0, handle.tokens[index.clamp_min(0)], -1)
+        ids = torch.where(index >= 0, handle.inputs.tokens[index.clamp_min(0)], -1)
         distributions = None
         if not batch.all_greedy:
             slots = np.repeat(handle.plan.state_slot[sampled], drafts + 1).astype(np.int64)
@@ -273,11 +258,11 @@ class Runner:
         """Makes drafts after the sampled tokens."""
         drafter, plan = self.loaded.drafter, handle.plan
         assert drafter is not None
-        assert handle.start is not None
+        assert handle.inputs is not None
         chosen = self._upload(sampled)
         accepted = outputs.accepted[chosen]
         last = np.where(plan.is_prefill, handle.rows - 1, 0)[sampled]
-        position = handle.start[chosen] + self._upload(last) + accepted
+        position = handle.inputs.sequences.start[chosen] + self._upload(last) + accepted
         slots = self._upload(plan.state_slot[sampled].astype(np.int64))
         floor = self._upload(np.maximum(plan.valid_start, plan.keep_from)[sampled].astype(np.int64))
         inputs = DraftInputs(outputs.tokens[chosen], position, slots, floor)

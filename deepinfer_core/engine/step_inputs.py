@@ -1,0 +1,136 @@
+"""A step plan on the device: its numbers in one buffer, and their completion with what only the device knows.
+
+Everything that a step needs besides the caches travels in one copy. Where each array lies depends on the sizes alone, so a captured graph
+can read a buffer that every step fills anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepinfer_core.engine.plan import StepPlan
+from deepinfer_core.engine.results import DeviceStep
+from deepinfer_core.model.batch import SequenceInputs
+from deepinfer_core.sampling.packing import pack, unpack
+
+_NUMBERS = ("query_len", "start", "state_slot", "valid_start", "write_start", "keep_from", "remap", "pending_drafts")
+
+
+class StepSize(NamedTuple):
+    """Sizes of a packed plan. What lies behind the plan's own sizes is padding: sequences of one row in state slot 0."""
+
+    sequences: int  # S
+    rows: int  # T
+    pages: int  # P
+    history: int  # N-1
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> StepSize:
+        """The plan's own sizes."""
+        return cls(len(plan.requests), len(plan.tokens), plan.block_table.shape[1], plan.history.shape[1])
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """A plan's arrays on the device, views of one buffer; meanings as in `StepPlan`."""
+
+    query_len: Tensor  # int64 [S]; the next seven likewise
+    start: Tensor
+    state_slot: Tensor
+    valid_start: Tensor
+    write_start: Tensor
+    keep_from: Tensor
+    remap: Tensor
+    pending_drafts: Tensor
+    history: Tensor  # int64 [S, N-1]
+    tokens: Tensor  # int64 [T]
+    block_table: Tensor  # int32 [S, P]
+
+
+class CompletedInputs(NamedTuple):
+    """A plan whose unknowns are filled in."""
+
+    sequences: SequenceInputs  # without truncation
+    tokens: Tensor  # int64 [T], -1 for a draft that does not exist
+
+
+def packed(plan: StepPlan | None, size: StepSize) -> np.ndarray:
+    """The plan's arrays, padded to `size`, as one uint8 buffer for `unpacked`. None: nothing but padding."""
+    arrays = _padding(size)
+    numbers = arrays["numbers"]
+    count, rows = (len(plan.requests), len(plan.tokens)) if plan is not None else (0, 0)
+    numbers[0, count : count + size.rows - rows] = 1
+    numbers[_NUMBERS.index("remap")] = -1
+    if plan is not None:
+        for row, name in zip(numbers, _NUMBERS, strict=True):
+            row[:count] = getattr(plan, name)
+        arrays["history"][:count] = plan.history
+        arrays["tokens"][:rows] = plan.tokens
+        arrays["block_table"][:count, : plan.block_table.shape[1]] = plan.block_table
+    return pack(arrays)[0]
+
+
+def unpacked(buffer: Tensor, size: StepSize) -> PlanInputs:
+    """The arrays of `packed` as views of `buffer`."""
+    views = unpack(buffer, pack(_padding(size))[1])
+    numbers = dict(zip(_NUMBERS, views.pop("numbers").unbind(0), strict=True))
+    return PlanInputs(**numbers, **views)
+
+
+def completed(inputs: PlanInputs, previous: DeviceStep | None, spread: Tensor | None = None) -> CompletedInputs:
+    """Replaces what the host did not know: see the module docstring of `deepinfer_core.engine.plan`.
+
+    previous: results of the step before; None if no sequence has `remap` >= 0. spread int64 [S]: rows of each sequence as the device
+    chose them; None: as planned.
+    """
+    start, history, tokens = inputs.start, inputs.history, inputs.tokens
+    query_len = inputs.query_len if spread is None else spread
+    if previous is not None:
+        known = inputs.remap < 0
+        source = inputs.remap.clamp_min(0)
+        if previous.drafts.shape[1]:
+            accepted = previous.accepted[source].masked_fill(known, 0)
+            start = start - (inputs.pending_drafts - accepted)
+            ids = torch.cat((history, previous.verified[source]), 1)
+            history = ids.gather(1, accepted[:, None] + torch.arange(history.shape[1], device=ids.device))
+        made = torch.cat((previous.tokens[:, None], previous.drafts), 1)[source]
+        tokens = _completed_tokens(inputs, spread, known, made)
+    sequences = SequenceInputs(
+        query_len=query_len,
+        start=start,
+        state_slot=inputs.state_slot,
+        block_table=inputs.block_table,
+        valid_start=inputs.valid_start,
+        write_start=inputs.write_start,
+        history=history,
+        tokens=tokens.clamp_min(0),  # a draft that does not exist is never accepted: any id will do
+    )
+    return CompletedInputs(sequences, tokens)
+
+
+def _completed_tokens(inputs: PlanInputs, spread: Tensor | None, known: Tensor, made: Tensor) -> Tensor:
+    """int64 [T]: rows of known sequences as the host told them, of the others from `made` int64 [S, 1+D], sampled token and drafts."""
+    total, device, planned = len(inputs.tokens), made.device, inputs.query_len
+    query_len = planned if spread is None else spread
+    sequence = torch.repeat_interleave(torch.arange(len(known), device=device), query_len, output_size=total)
+    offset = torch.arange(total, device=device) - (query_len.cumsum(0) - query_len)[sequence]
+    fresh = made[sequence, offset.clamp_max(made.shape[1] - 1)]
+    told = inputs.tokens
+    if spread is not None:  # the host packed its tokens for the rows that it planned
+        begin = (planned.cumsum(0) - planned)[sequence]
+        told = torch.where(offset < planned[sequence], told[(begin + offset).clamp_max(total - 1)], -1)
+    return torch.where(known[sequence], told, fresh)
+
+
+def _padding(size: StepSize) -> dict[str, np.ndarray]:
+    return {
+        "numbers": np.zeros((len(_NUMBERS), size.sequences), np.int64),
+        "history": np.full((size.sequences, size.history), -1, np.int64),
+        "tokens": np.zeros(size.rows, np.int64),
+        "block_table": np.zeros((size.sequences, size.pages), np.int32),
+    }
