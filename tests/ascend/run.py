@@ -65,9 +65,11 @@ def main() -> int:
         if reason:
             return skip(reason)
         (options.venv / "complete").touch()
+    named = any(not argument.startswith("-") for argument in arguments)
+    paths = [] if named else [str(ROOT / "tests" / "ascend")]
     # One thread each: pytest-xdist already uses every core.
     settings = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "DEEPINFER_ASCEND_TESTS": "require", "OMP_NUM_THREADS": "1"}
-    command = [str(python), "-m", "pytest", "-q", "-n", "auto", *(arguments or [str(ROOT / "tests" / "ascend")])]
+    command = [str(python), "-m", "pytest", "-q", "-n", "auto", *arguments, *paths]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}).returncode
 
 

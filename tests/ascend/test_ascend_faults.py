@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, SMALL, Source
-from test_ops import problems_of
+from ascend_cases import CASES, SMALL, Source
+from test_ascend_ops import problems_of
 from torch import Tensor
 
 from deepinfer_backends.ascend950 import layout

@@ -22,7 +22,7 @@ def _values(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _check(rank: int, rendezvous: str) -> None:
     store = torch.distributed.FileStore(rendezvous, 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=300))
     group = AscendCollectives(Group(rank, 2))
     for dtype in (FP8, torch.float8_e8m0fnu, torch.uint8):
         gathered = group.all_gather(_values(rank, dtype))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, RELEASED, SMALL, Dims, Source
+from ascend_cases import CASES, RELEASED, SMALL, Dims, Source
 
 from deepinfer_backends.ascend950 import emulation
 from deepinfer_backends.cpu_ref.kernels import ReferenceKernels

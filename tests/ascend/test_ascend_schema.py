@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import CASES, RELEASED, SMALL, Source
+from ascend_cases import CASES, RELEASED, SMALL, Source
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepinfer_backends.ascend950 import codes, emulation
