@@ -218,7 +218,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{where} does not exist; expected a DeepSeek-V4.1 checkpoint directory; check the path", str(path.parent)
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name} cannot be read as JSON ({error}); download the file again", str(path.parent)) from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path.name} holds a {type(raw).__name__}; expected an object; download the file again", str(path.parent))

@@ -64,7 +64,7 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], list[str]]:
             header = json.loads(file.read(length))
     except FileNotFoundError:
         return {}, [f"{path.name} is missing, though the index names it; download the shard"]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return {}, [f"{path.name} has no readable safetensors header ({error}); download the shard again"]
     if not isinstance(header, dict):
         return {}, [f"{path.name}: its header is no JSON object; download the shard again"]

@@ -332,7 +332,7 @@ class Engine:
         ids = token_ids(prompt)
         if ids is None:
             raise RequestError(
-                f"prompt is {type(prompt).__name__} {str(prompt)[:40]!r}; expected text or a flat list of token ids",
+                f"prompt is {_kind(prompt)}; expected text or a flat list of token ids",
                 parameter="prompt",
                 value=prompt,
             )
@@ -354,6 +354,14 @@ def token_ids(value: object) -> np.ndarray | None:
         return None
     ids = np.asarray(value) if isinstance(value, list | tuple | range | np.ndarray) else np.asarray(None)
     return ids if ids.ndim == 1 and (not ids.size or ids.dtype.kind in "iuO") else None
+
+
+def _kind(value: object) -> str:
+    """The type of a prompt that is none, and that of the entry which spoils it."""
+    entries = value if isinstance(value, list | tuple) else ()
+    bad = next((i for i, entry in enumerate(entries) if isinstance(entry, bool) or not isinstance(entry, int | np.integer)), None)
+    where = "" if bad is None else f" whose entry {bad} is {type(entries[bad]).__name__}"
+    return f"{type(value).__name__}{where}"
 
 
 def _logprobs(tokens: Sequence[int], scores: TokenScores, top: int) -> list[TokenLogprob]:

@@ -219,7 +219,7 @@ class LLM:
             return [params or SamplingParams()] * len(prompts)
         if not isinstance(params, list | tuple) or not all(isinstance(one, SamplingParams) for one in params):
             raise RequestError(
-                f"params is {type(params).__name__} {str(params)[:40]!r}; expected SamplingParams, or a list with one for each prompt",
+                f"params is {type(params).__name__}; expected SamplingParams, or a list with one for each prompt",
                 parameter="params",
                 value=params,
             )
