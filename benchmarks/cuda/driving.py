@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepinfer_core.backend.runtime import DeviceRuntime
 from deepinfer_core.backend.types import Routing
 from deepinfer_core.engine.engine import Engine
 from deepinfer_core.engine.plan import StepPlan, StepResult
 from deepinfer_core.engine.results import StepPayload, TokenScores
-from deepinfer_core.engine.runner import StepHandle
+from deepinfer_core.engine.runner import Runner, StepHandle
 from deepinfer_core.model.batch import SequenceInputs
 from deepinfer_core.sampling import SamplingParams
 
@@ -35,14 +34,14 @@ class SkippedStep(StepHandle):
         return StepResult(tokens, np.ones(count, np.int64), payload=StepPayload(list(scores), {}, None))
 
 
-class SkippedPrefill:
-    """Stands in for the runner while requests are admitted."""
+class SkippedPrefill(Runner):
+    """Stands in for `runner` while requests are admitted."""
 
-    def __init__(self, runtime: DeviceRuntime) -> None:
-        self._runtime = runtime
+    def __init__(self, runner: Runner) -> None:
+        self.__dict__.update(vars(runner))
 
     def forward(self, plan: StepPlan) -> StepHandle:
-        return SkippedStep(plan, marks=[self._runtime.record() for _ in range(4)])
+        return SkippedStep(plan, marks=[self.runtime.record() for _ in range(4)])
 
     def sample(self, handle: StepHandle, requests: Mapping[str, Any], accepted: np.ndarray | None) -> None:
         """Nothing to do."""
@@ -82,7 +81,7 @@ def admit(engine: Engine, batch: int, context: int, temperature: float, name: st
     for i, request in enumerate(ids):
         engine.add_request(request, random_ids(context, limits.vocab_size, 100 + i), params)
     runner = engine.runner
-    engine.runner = SkippedPrefill(engine.parts.runtime)  # type: ignore[assignment]
+    engine.runner = SkippedPrefill(runner)
     try:
         waiting = True
         for _ in range(4 * batch + 4):

@@ -179,9 +179,14 @@ class Run:
         engine.parts.runtime.synchronize()
 
     def ready(self) -> Engine:
-        """The engine. Raises if it was not built."""
+        """The engine, a new one if the last part broke it. Raises if there are no parts to build it from."""
         if self.engine is None:
             raise RuntimeError("no engine: see the error of part 'build'")
+        if self.engine.failure is not None:
+            captured = self.engine.runner.graphs is not None
+            self.engine = Engine(self.engine.parts)
+            if captured:
+                self.capture()
         return self.engine
 
     def ceilings(self) -> dict[str, float]:
