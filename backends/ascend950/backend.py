@@ -48,7 +48,7 @@ class AscendBackend(Backend):
     def capabilities(self) -> Capabilities:
         return _CLAIMS
 
-    def kernels(self, device: str, numerics: Numerics = Numerics.RELEASE) -> Kernels:
+    def kernels(self, device: str, numerics: Numerics = Numerics.RELEASE, batch_invariant: bool = False) -> Kernels:
         import torch
 
         from deepinfer_backends.ascend950 import environment

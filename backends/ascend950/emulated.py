@@ -30,7 +30,7 @@ class EmulatedAscend(AscendBackend):
         device = {"device_type": "cpu", "architectures": (), "graph_capture": False, "collectives": frozenset({"gloo"})}
         return super().capabilities().model_copy(update=device)
 
-    def kernels(self, device: str, numerics: Numerics = Numerics.RELEASE) -> Kernels:
+    def kernels(self, device: str, numerics: Numerics = Numerics.RELEASE, batch_invariant: bool = False) -> Kernels:
         from deepinfer_backends.ascend950.emulation.host import prepare_host
 
         reason = prepare_host()

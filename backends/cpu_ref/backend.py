@@ -40,8 +40,8 @@ class CpuReference(Backend):
     def capabilities(self) -> Capabilities:
         return _CLAIMS
 
-    def kernels(self, device: str, numerics: Numerics = Numerics.RELEASE) -> Kernels:
-        """The ops on `device`: "" is the CPU; any other torch device works too, in plain PyTorch."""
+    def kernels(self, device: str, numerics: Numerics = Numerics.RELEASE, batch_invariant: bool = False) -> Kernels:
+        """The ops on `device`: "" is the CPU; any other torch device works too, in plain PyTorch. Always batch invariant."""
         import torch
 
         from deepinfer_backends.cpu_ref.kernels import ReferenceKernels

@@ -118,10 +118,10 @@ class CudaBackend(Backend):
     def capabilities(self) -> Capabilities:
         return _CLAIMS
 
-    def kernels(self, device: str, numerics: Numerics = Numerics.RELEASE) -> Kernels:
+    def kernels(self, device: str, numerics: Numerics = Numerics.RELEASE, batch_invariant: bool = False) -> Kernels:
         """The ops on `device` ("" is "cuda:0"). Raises BackendError without Triton or for numerics other than `release`.
 
-        Batch invariant if the environment variable DEEPINFER_BATCH_INVARIANT is 1.
+        `batch_invariant` fixes every order of additions, which costs speed at small batches.
         """
         import torch
 
@@ -129,7 +129,7 @@ class CudaBackend(Backend):
             raise BackendError(f"backend 'cuda_sm100': {_TRITON}")
         from deepinfer_backends.cuda_sm100.kernels import CudaKernels
 
-        return CudaKernels(torch.device(device or "cuda:0"), numerics, os.environ.get("DEEPINFER_BATCH_INVARIANT") == "1")
+        return CudaKernels(torch.device(device or "cuda:0"), numerics, batch_invariant)
 
     def runtime(self, device: str) -> DeviceRuntime:
         """Streams, graphs and memory figures of `device` ("" is "cuda:0")."""
@@ -159,8 +159,8 @@ class InterpretedCuda(CudaBackend):
         keep = {"device_type": "cpu", "graph_capture": False, "collectives": frozenset(), "expert_parallel": frozenset()}
         return _CLAIMS.model_copy(update=keep)
 
-    def kernels(self, device: str, numerics: Numerics = Numerics.RELEASE) -> Kernels:
-        return super().kernels("cpu", numerics)
+    def kernels(self, device: str, numerics: Numerics = Numerics.RELEASE, batch_invariant: bool = False) -> Kernels:
+        return super().kernels("cpu", numerics, batch_invariant)
 
     def runtime(self, device: str) -> DeviceRuntime:
         from deepinfer_backends.cpu_ref.runtime import CpuRuntime

@@ -43,6 +43,10 @@ class SkippedPrefill(Runner):
     def forward(self, plan: StepPlan) -> StepHandle:
         return SkippedStep(plan, marks=[self.runtime.record() for _ in range(4)])
 
+    def await_rows(self, handle: StepHandle) -> None:
+        """The rows are as planned."""
+        handle.rows = handle.plan.query_len.astype(np.int64)
+
     def sample(self, handle: StepHandle, requests: Mapping[str, Any], accepted: np.ndarray | None) -> None:
         """Nothing to do."""
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from deepinfer_core.sampling import SamplingParams
 
 GOLDENS = Path(__file__).parents[2] / "tests" / "data" / "goldens_small"
 NEW_TOKENS = 48
-INVARIANT = "DEEPINFER_BATCH_INVARIANT"
 
 
 def prompts() -> dict[str, list[int]]:
@@ -46,20 +43,9 @@ def greedy_tokens(backend: str, device: str, eager: bool | None, requests: Seque
         gc.collect()
 
 
-def kernels_of(backend: str, device: str) -> Kernels:
+def kernels_of(backend: str, device: str, batch_invariant: bool = False) -> Kernels:
     """The kernels of a backend."""
-    return discover().select(backend).backend.kernels(device)
-
-
-@contextmanager
-def batch_invariant() -> Iterator[None]:
-    """Inside, backends are asked for batch-invariant kernels."""
-    before = os.environ.get(INVARIANT)
-    os.environ[INVARIANT] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(INVARIANT) if before is None else os.environ.__setitem__(INVARIANT, before)
+    return discover().select(backend).backend.kernels(device, batch_invariant=batch_invariant)
 
 
 def divergence(a: Sequence[int], b: Sequence[int]) -> int | None:
@@ -129,9 +115,9 @@ def compare_graphs(backend: str, device: str) -> dict[str, Any]:
 def compare_batches(backend: str, device: str) -> list[dict[str, Any]]:
     """Logits of prompts alone against the same prompts among others, in the default and in the batch-invariant mode."""
 
-    def differences() -> tuple[int, float]:
+    def differences(invariant: bool) -> tuple[int, float]:
         ids = [prompt for name, prompt in prompts().items() if name in ("p7", "p33", "p150", "p400")]
-        model = SoloModel(shipped_checkpoint(), kernels_of(backend, device), sequences=len(ids), max_tokens=500)
+        model = SoloModel(shipped_checkpoint(), kernels_of(backend, device, invariant), sequences=len(ids), max_tokens=500)
         alone = []
         for i, prompt in enumerate(ids):
             alone.append(model.logits(prompt, i)[-1])
@@ -143,7 +129,6 @@ def compare_batches(backend: str, device: str) -> list[dict[str, Any]]:
         stacked = torch.stack(alone)
         return int((stacked != together).any(-1).sum()), float((stacked - together).abs().max())
 
-    rows = [dict(zip(("different rows", "largest difference"), differences(), strict=True), mode="default")]
-    with batch_invariant():
-        rows.append(dict(zip(("different rows", "largest difference"), differences(), strict=True), mode="batch invariant"))
-    return rows
+    columns = ("different rows", "largest difference")
+    modes = (("default", False), ("batch invariant", True))
+    return [dict(zip(columns, differences(invariant), strict=True), mode=mode) for mode, invariant in modes]

@@ -32,8 +32,12 @@ class Backend(ABC):
         """The backend's claims. Needs no device."""
 
     @abstractmethod
-    def kernels(self, device: str, numerics: Numerics = Numerics.RELEASE) -> Kernels:
-        """The ops on `device` (a torch device string, or "" for the backend's default)."""
+    def kernels(self, device: str, numerics: Numerics = Numerics.RELEASE, batch_invariant: bool = False) -> Kernels:
+        """The ops on `device` (a torch device string, or "" for the backend's default).
+
+        `batch_invariant`: every row must be bitwise independent of the other rows, whatever it costs. Asked only of a backend that claims
+        it; one that always is may ignore the wish.
+        """
 
     @abstractmethod
     def runtime(self, device: str) -> DeviceRuntime:

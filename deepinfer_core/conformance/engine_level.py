@@ -62,7 +62,10 @@ def generate(subject: Subject, asked: list[list[int]], params: Any, **options: A
     numerics = subject.numerics()[0]
     settings = {"max_model_len": 512, "num_pages": 64, "max_num_seqs": 16, "enforce_eager": True, "numerics": str(numerics), **options}
     poison = settings.pop("poison", False)
-    with registered(subject) as name, LLM(backend=name, device=subject.device, **settings) as llm:
+    with (
+        registered(subject) as name,
+        LLM(backend=name, device=subject.device, batch_invariant=subject.claims.batch_invariant, **settings) as llm,
+    ):
         if poison:
             caches = llm.parts.loaded.caches
             caches.pages.fill_(0xFF)

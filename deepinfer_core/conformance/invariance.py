@@ -86,7 +86,7 @@ def _flat_same(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _run(subject: Subject, description: OpDescription, inputs: dict, numerics: Numerics) -> Outputs:
-    kernels = subject.kernels(numerics)
+    kernels = subject.invariant_kernels(numerics)
     with torch.no_grad(), PoisonedAllocations():
         out = description.run(kernels, trees.copy_to(inputs, kernels.device))
     return {name: value.cpu().clone() for name, value in out.items()}

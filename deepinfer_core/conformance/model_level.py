@@ -47,7 +47,7 @@ def solo_model(subject: Subject, numerics: Numerics, kernels: Kernels | None = N
     for kind in ("window", "entry", "index"):
         if getattr(formats, kind) not in getattr(claims, f"{kind}_formats"):
             raise UnsupportedError(f"{kind}_formats does not name {getattr(formats, kind)}")
-    return SoloModel(shipped_checkpoint(), kernels or subject.kernels(numerics), sequences, tokens, formats=formats)
+    return SoloModel(shipped_checkpoint(), kernels or subject.invariant_kernels(numerics), sequences, tokens, formats=formats)
 
 
 def _ids(prompt: str) -> list[int]:

@@ -18,7 +18,7 @@ class Subject:
 
     backend: Backend
     device: str = ""  # as the backend takes it; "": its default
-    _kernels: dict[Numerics, Kernels] = field(default_factory=dict)
+    _kernels: dict[tuple[Numerics, bool], Kernels] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -28,11 +28,16 @@ class Subject:
     def claims(self) -> Capabilities:
         return self.backend.capabilities()
 
-    def kernels(self, numerics: Numerics) -> Kernels:
-        """The ops, built once for each arithmetic."""
-        if numerics not in self._kernels:
-            self._kernels[numerics] = self.backend.kernels(self.device, numerics)
-        return self._kernels[numerics]
+    def kernels(self, numerics: Numerics, batch_invariant: bool = False) -> Kernels:
+        """The ops, built once for each arithmetic and mode."""
+        key = (numerics, batch_invariant)
+        if key not in self._kernels:
+            self._kernels[key] = self.backend.kernels(self.device, *key)
+        return self._kernels[key]
+
+    def invariant_kernels(self, numerics: Numerics) -> Kernels:
+        """The ops in batch-invariant mode if the backend claims one, else as they are."""
+        return self.kernels(numerics, self.claims.batch_invariant)
 
     @property
     def torch_device(self) -> torch.device:

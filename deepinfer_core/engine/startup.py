@@ -67,7 +67,8 @@ def start(config: EngineConfig, progress: Callable[[str], None] = lambda part: N
     layout = CacheLayout.of(
         model.text_config, formats.window, formats.entry, formats.index, drafts, config.cache.max_backtracking_tokens, PAGE_TOKENS
     )
-    kernels = backend.kernels(config.backend.device, Numerics(config.model.numerics))
+    invariant = config.determinism.batch_invariant
+    kernels = backend.kernels(config.backend.device, Numerics(config.model.numerics), invariant)
     if config.backend.native_only:
         refuse_inherited(kernels, type(backend), registry)
     runtime = backend.runtime(config.backend.device)
