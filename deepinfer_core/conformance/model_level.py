@@ -174,6 +174,8 @@ def _cut(numerics: Numerics):
         solo = solo_model(subject, numerics, sequences=3)
         ids = _ids("p33")
         whole = solo.logits(ids, 0).cpu()
+        solo.forget(0)
+        solo.logits(ids[::-1], 0)  # other content in the first sequence's pages and slot
         for sequence, chunks in ((1, (7, 1, 9)), (2, (1,) * (len(ids) - 1))):
             parts = solo.logits(ids, sequence, chunks).cpu()
             if subject.claims.batch_invariant:
