@@ -22,6 +22,8 @@ def command(
     device: Annotated[str, typer.Option(help="Device, as the backend names it.")] = "",
     emulate: Annotated[bool, typer.Option("--emulate", help="Test the kernels on the backend's CPU emulation.")] = False,
     time_limit: Annotated[float, typer.Option(help="Seconds for one case.")] = 60.0,
+    against: Annotated[str | None, typer.Option(metavar="OTHER", help="Compare with another backend: ops, then tokens.")] = None,
+    bisect: Annotated[bool, typer.Option("--bisect", help="With --against: the first layer and op that diverge.")] = False,
 ) -> None:
     """Test a backend. Exit code 0: it conforms, 1: something failed, 2: nothing could be run.
 
@@ -52,12 +54,55 @@ def command(
     except BackendError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from error
+    if against is not None:
+        raise typer.Exit(_compare(subject, against, plan, bisect))
+    if bisect:
+        raise ConfigError("--bisect compares two backends: give the other one with --against NAME")
     with _Progress(len(suite.tasks(subject, plan))) as progress:
         result = suite.run(subject, plan, progress=progress)
     _print(result)
     if report is not None:
         reports.write_report(result, report)
     raise typer.Exit(0 if result.passed else 1)
+
+
+def _compare(subject: Any, other_name: str, plan: Any, bisect: bool) -> int:
+    """Prints where two backends differ; the exit code."""
+    from deepinfer_core.conformance import differential, suite
+    from deepinfer_core.conformance.op_level import op_cases
+    from deepinfer_core.errors import BackendError
+
+    try:
+        other = suite.open_subject(other_name)
+    except BackendError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    numerics = [n for n in subject.numerics() if n in other.numerics()]
+    wanted = [n for n in numerics if plan.filter.numerics in (None, n)]
+    if bisect:
+        found = [line.describe() for n in wanted for line in differential.bisect(subject, other, n)]
+        print(f"first divergence: {found[0]}" if found else f"{subject.name} and {other.name} agree in every op call")
+        for line in found[1:20]:
+            print(f"  then: {line}")
+        return int(bool(found))
+    watchdog = suite.Watchdog(plan.time_limit)
+    results = []
+    cases = [case for seed in plan.seeds for case in op_cases(wanted, seed, plan.filter)]
+    with _Progress(len(cases)) as progress:
+        for case in cases:
+            results.append(differential.compare_case(subject, other, case, watchdog))
+            progress(results[-1])
+    for result in results:
+        if result.status == "failed":
+            print(f"DIFFERS {result.id}\n  {result.message}")
+    counts = {status: sum(r.status == status for r in results) for status in ("passed", "failed", "unsupported")}
+    print(f"{subject.name} against {other.name}: " + ", ".join(f"{count} {status}" for status, count in counts.items()))
+    parted = 0
+    for n in wanted:
+        for difference in differential.compare_tokens(subject, other, n):
+            print(f"greedy tokens after {difference.prompt} ({n}): {difference.describe()}")
+            parted += difference.matters
+    return int(counts["failed"] > 0 or parted > 0)
 
 
 class _Progress:

@@ -75,6 +75,7 @@ class OpDescription:
     rows: Callable[[Inputs, Tensor], Inputs] | None = None  # the call restricted to some rows; None: not an op on rows
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # dims of the benchmark geometries
     prepare: Callable[[Kernels, Inputs], Callable[[], Any]] | None = None  # benchmark: set-up outside the clock; None: time `run`
+    workspace: Callable[[Mapping[str, Any]], float] | None = None  # bytes that a plain implementation needs for these dims; None: little
 
     def geometry(self, name: str) -> Geometry:
         """The geometry of that name. Raises KeyError."""

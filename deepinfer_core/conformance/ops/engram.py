@@ -146,8 +146,6 @@ PREPARE_ENGRAM_TABLE = OpDescription(
     run=_run_gather,
     expect=_expect_gather,
     cost=lambda i: Cost(2 * tree_bytes(i["table"]), 0),
-    presets={"decode-1": {"rows": 0, "columns": 1, "channels": 256, "table": 200_000}},
-    prepare=lambda k, i: lambda: k.prepare_engram_table(i["table"]),
 )
 
 # ------------------------------------------------------------------ engram_gate

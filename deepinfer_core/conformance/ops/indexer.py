@@ -232,6 +232,7 @@ SELECT_ENTRIES = OpDescription(
     rows=_select_rows,
     presets=_PRESETS,
     prepare=_prepared_select,
+    workspace=lambda g: 8.0 * g["rows"] / len(g["counts"]) * g["heads"] * max(g["counts"]),
 )
 
 # ------------------------------------------------------------------ index_query

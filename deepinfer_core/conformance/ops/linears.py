@@ -282,8 +282,6 @@ PREPARE_LINEAR = OpDescription(
     run=_run_prepare,
     expect=_expect_prepare,
     cost=lambda i: Cost(2 * tree_bytes(i["parts"]), 0),
-    presets={"decode-1": {**_FP8, "dim": HIDDEN, "outs": (Q_RANK, 512)}},
-    prepare=lambda k, i: lambda: k.prepare_linear(i["parts"]),
 )
 
 OPS = (EMBED, RMS_NORM, RMS_NORM_QUANTIZE, QUANTIZE, LINEAR, QUANTIZED_LINEAR, PREPARE_LINEAR)

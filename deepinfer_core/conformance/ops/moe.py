@@ -269,8 +269,11 @@ MOE = OpDescription(
     expect=_expect_moe,
     cost=_moe_cost,
     rows=_moe_rows,
-    presets={name: {**_M_RELEASED, "rows": rows} for name, rows in (("decode-1", 1), ("decode-64", 64), ("prefill-8k", 8192))},
+    presets={
+        name: {**_M_RELEASED, "rows": rows, "different": 8} for name, rows in (("decode-1", 1), ("decode-64", 64), ("prefill-8k", 8192))
+    },
     prepare=_prepared_moe,
+    workspace=lambda g: g["different"] * 3 * g["dim"] * g["inner"] * 0.6 + 60.0 * g["rows"] * g["top_k"] * g["dim"],
 )
 
 
@@ -294,7 +297,6 @@ PREPARE_EXPERTS = OpDescription(
     run=_run_moe,
     expect=_expect_moe,
     cost=lambda i: Cost(2 * tree_bytes(i["experts"]), 0),
-    presets={},
 )
 
 OPS = (MOE_GATE, MOE, PREPARE_EXPERTS)
