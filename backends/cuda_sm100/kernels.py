@@ -17,6 +17,7 @@ from deepinfer_backends.cuda_sm100.launch import architecture
 from deepinfer_backends.cuda_sm100.linears import LinearOps
 from deepinfer_backends.cuda_sm100.routing import RoutingOps
 from deepinfer_backends.cuda_sm100.sampling import SamplingOps
+from deepinfer_core.backend.canonical import exp_table
 from deepinfer_core.backend.formats import Numerics
 from deepinfer_core.errors import BackendError
 
@@ -50,3 +51,4 @@ class CudaKernels(
         super().__init__(device, numerics)
         self._arch = architecture(device)
         self._invariant = batch_invariant
+        exp_table(device)  # built by a blocking copy at first use: not inside a section that may not wait for the device
