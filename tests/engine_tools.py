@@ -122,7 +122,7 @@ class ScriptedDrafter:
 
 
 def poison(llm: LLM, byte: int) -> None:
-    """Overwrites every cache byte that no running request may read: free pages, free slots, and rejected positions.
+    """Overwrites every cache byte that no running request and no cached prefix may read: free pages, free slots, rejected positions.
 
     Needs an idle device (synchronous scheduling). FP8 0x7F and 0xFF are NaN, so is float32 0xFFFFFFFF.
     """
@@ -131,9 +131,11 @@ def poison(llm: LLM, byte: int) -> None:
     running = table.running()
     pages = {page for row in running for page in table.pages(int(row))}
     slots = {int(table.slot[row]) for row in running}
-    for page in set(range(len(caches.pages))) - pages:
+    for page in set(range(len(caches.pages))) - pages - engine.pages._retained:
         caches.pages[page] = byte
-    for slot in set(range(len(caches.slots))) - slots:
+    prefix = engine.scheduler._ledger.prefix
+    snapshots = set(prefix._snapshots.values()) if prefix is not None else set()
+    for slot in set(range(len(caches.slots))) - slots - snapshots:
         caches.slots[slot] = byte
     for row in running:
         _poison_row(llm, int(table.slot[row]), table.pages(int(row)), int(table.computed[row]), byte)

@@ -67,6 +67,7 @@ def choose_hit(found: int, prompt_len: int, reuse: Reuse, snapshots: Sequence[in
 class _Entry:
     page: int
     tokens: bytes  # int32 ids of the page: a hit is verified, not only looked up
+    exact: bool  # False: computed from windows that a replay rebuilt approximately
 
 
 class PrefixIndex:
@@ -80,6 +81,7 @@ class PrefixIndex:
         self._entries: dict[bytes, _Entry] = {}
         self._hash_of: dict[int, bytes] = {}
         self._snapshots: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._inexact_snapshots: set[bytes] = set()
         self._free_slots = list(snapshot_slots)
         pool.on_evict = self._evicted
 
@@ -127,7 +129,7 @@ class PrefixIndex:
             pages.append(entry.page)
         return pages
 
-    def register(self, key: bytes, page: int, ids: np.ndarray) -> int:
+    def register(self, key: bytes, page: int, ids: np.ndarray, exact: bool = True) -> int:
         """Makes a complete, committed page known and returns the page that the index holds for `key`.
 
         If that is another page with the same content, the caller keeps its own and must hold a reference of the returned one as long
@@ -136,10 +138,15 @@ class PrefixIndex:
         entry = self._entries.get(key)
         if entry is not None:
             return entry.page
-        self._entries[key] = _Entry(page, ids.astype(np.int32, copy=False).tobytes())
+        self._entries[key] = _Entry(page, ids.astype(np.int32, copy=False).tobytes(), exact)
         self._hash_of[page] = key
         self._pool.retain(page)
         return page
+
+    def is_exact(self, hashes: Sequence[bytes], snapshot: bool) -> bool:
+        """True if the pages of `hashes`, and with `snapshot` the windows behind the last of them, are what a cold run computes."""
+        pages = all(self._entries[key].exact for key in hashes)
+        return pages and not (snapshot and hashes[-1] in self._inexact_snapshots)
 
     def has(self, key: bytes) -> bool:
         """True if the page of `key` is indexed."""
@@ -153,6 +160,7 @@ class PrefixIndex:
         self._hash_of.clear()
         self._free_slots += self._snapshots.values()
         self._snapshots.clear()
+        self._inexact_snapshots.clear()
 
     def snapshot_positions(self, hashes: Sequence[bytes]) -> list[int]:
         """Positions along the chain at which a window snapshot exists, ascending."""
@@ -171,18 +179,25 @@ class PrefixIndex:
         """A state slot to copy windows into; the least recently used snapshot gives way. None if snapshots are off or all in the making."""
         if self._free_slots:
             return self._free_slots.pop()
-        return self._snapshots.popitem(last=False)[1] if self._snapshots else None
+        if not self._snapshots:
+            return None
+        key, slot = self._snapshots.popitem(last=False)
+        self._inexact_snapshots.discard(key)
+        return slot
 
-    def add_snapshot(self, key: bytes, slot: int) -> None:
+    def add_snapshot(self, key: bytes, slot: int, exact: bool = True) -> None:
         """The copy into reserved `slot` is committed. It is dropped if its chain left the index or a snapshot of it exists."""
         if key in self._entries and key not in self._snapshots:
             self._snapshots[key] = slot
+            if not exact:
+                self._inexact_snapshots.add(key)
         else:
             self._free_slots.append(slot)
 
     def _evicted(self, page: int) -> None:
         key = self._hash_of.pop(page)
         del self._entries[key]
+        self._inexact_snapshots.discard(key)
         slot = self._snapshots.pop(key, None)
         if slot is not None:
             self._free_slots.append(slot)

@@ -121,10 +121,9 @@ class Committer:
         if not unknown.any():
             return ()
         bad = np.flatnonzero((unknown & (np.arange(unknown.shape[1]) < table.num_drafts[rows, None])).any(axis=1))
+        table.drafting[rows[bad]] = False
         table.num_drafts[rows[bad]] = 0
-        new = bad[table.drafting[rows[bad]]]  # not again for the step that was in flight when drafting ended
-        table.drafting[rows[new]] = False
-        return tuple(f"request {plan.requests[chosen[i]]!r}: a draft confidence is NaN; it goes on without drafting" for i in new)
+        return tuple(f"request {plan.requests[chosen[i]]!r}: a draft confidence is NaN; it goes on without drafting" for i in bad)
 
     def _register_pages(self, rows: np.ndarray) -> None:
         """Makes pages that this step completed known to the prefix index."""
@@ -140,7 +139,7 @@ class Committer:
                 ids = table.tokens(row, i * page, (i + 1) * page)
                 if len(request.hashes) == i:
                     prefix.append(request.hashes, ids, spec.cache_salt, spec.atomic_spans, spec.span_digests)
-                held = prefix.register(request.hashes[i], own, ids)
+                held = prefix.register(request.hashes[i], own, ids, request.exact)
                 if held != own:
                     self.ledger.pages.share([held])
                     request.pins[i] = held

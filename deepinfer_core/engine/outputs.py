@@ -29,7 +29,7 @@ class SampleOutput:
     finish_reason: FinishReason | None = None
     error: str = ""  # why, for reasons other than stop and length
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache
-    replayed: bool = False  # the windows of that hit were rebuilt by bounded replay
+    replayed: bool = False  # windows were rebuilt by bounded replay, for it or for what it reused: not exactly a cold run's output
     preemptions: int = 0
     drafts_verified: int = 0
     drafts_accepted: int = 0

@@ -30,6 +30,7 @@ class Snapshot(NamedTuple):
 
     key: bytes  # chain hash of the last page before it
     copy: SlotCopy
+    exact: bool
 
 
 class PrefillPlanner:
@@ -39,7 +40,7 @@ class PrefillPlanner:
         self.ledger, self.limits = ledger, ledger.limits
         limits = self.limits
         self._reuse = Reuse(limits.page_tokens, limits.window, limits.keep_tokens, limits.encoder_replay)
-        self._wanted: list[tuple[bytes, int]] = []  # (key, state slot) that the latest planned step leaves at a page boundary
+        self._wanted: list[tuple[bytes, int, bool]] = []  # (key, state slot, exact) that the latest planned step leaves at a page boundary
         self._copies: list[SlotCopy] = []  # for the next plan
         self._making: list[Snapshot] = []  # snapshots among them
         self._carried: dict[int, list[Snapshot]] = {}  # step -> snapshots that it copies
@@ -48,10 +49,10 @@ class PrefillPlanner:
     def start_snapshots(self) -> None:
         """Queues copies of the wanted windows. Runs before a plan hands out any slot: until then their contents stand."""
         prefix = self.ledger.prefix
-        for key, slot in self._wanted:
+        for key, slot, exact in self._wanted:
             target = prefix.reserve_snapshot() if prefix is not None and not prefix.has_snapshot(key) else None
             if target is not None:
-                self._making.append(Snapshot(key, SlotCopy(slot, target)))
+                self._making.append(Snapshot(key, SlotCopy(slot, target), exact))
                 self._copies.append(self._making[-1].copy)
         self._wanted = []
 
@@ -65,7 +66,7 @@ class PrefillPlanner:
         """Plan `step` is committed: its snapshots can be used."""
         for snapshot in self._carried.pop(step):
             assert self.ledger.prefix is not None
-            self.ledger.prefix.add_snapshot(snapshot.key, snapshot.copy.target)
+            self.ledger.prefix.add_snapshot(snapshot.key, snapshot.copy.target, snapshot.exact)
 
     def spoil(self, slot: int) -> None:
         """The contents of `slot` are wrong: no snapshot of it may be used."""
@@ -164,7 +165,12 @@ class PrefillPlanner:
             assert ledger.prefix is not None
             source = ledger.prefix.use_snapshot(request.hashes[len(shared) - 1])
             self._copies.append(SlotCopy(source, int(table.slot[row])))
-        request.cached_tokens, request.replayed = hit.length, hit.start < hit.length
+        request.cached_tokens = hit.length
+        request.exact = hit.start == hit.length
+        if shared and request.exact:
+            assert ledger.prefix is not None
+            request.exact = ledger.prefix.is_exact(request.hashes[: len(shared)], hit.snapshot)
+        request.replayed |= not request.exact
         ledger.stats.cached_tokens += hit.length
         ledger.stats.replayed_tokens += hit.length - hit.start
         return row
@@ -191,7 +197,7 @@ class PrefillPlanner:
         assert request is not None
         complete = table.valid_start[row] <= max(position - self.limits.window + 1, 0)  # a replay may have just begun
         if self.limits.window_snapshots and position % page == 0 and position // page <= len(request.hashes) and complete:
-            self._wanted.append((request.hashes[position // page - 1], int(table.slot[row])))
+            self._wanted.append((request.hashes[position // page - 1], int(table.slot[row]), request.exact))
 
     def _chunk_end(self, spec: RequestSpec, start: int, known: int, budget: int, first: bool) -> int:
         """Where the next chunk ends; `start` if nothing can be computed."""

@@ -56,7 +56,7 @@ class Finished:
     num_outputs: int
     detail: str = ""  # for people: what was wrong, numbers, remedy; empty for ordinary ends
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache at the (last) admission
-    replayed: bool = False  # the windows of that hit were rebuilt by bounded replay: outputs may differ from a cold run
+    replayed: bool = False  # windows were rebuilt by bounded replay, for it or for what it reused: outputs may differ from a cold run
     preemptions: int = 0
 
 
@@ -77,7 +77,8 @@ class Request:
     scored: int = 0  # prompt positions whose logprobs were delivered
     schedulable: bool = True
     cached_tokens: int = 0
-    replayed: bool = False
+    exact: bool = True  # what it computes since its last admission is what a cold run computes
+    replayed: bool = False  # that was not so at some admission
     preemptions: int = 0
 
     @property
