@@ -1,0 +1,1 @@
+"""A DeepInfer backend for CPUs, with ops in vectorised C++."""

@@ -1,0 +1,39 @@
+"""Handing tensors to C++."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PARALLEL_VALUES = 1 << 17
+"""Multiplications or values of a call from which several threads are worth waking."""
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """x itself if each of its rows lies in one piece (rows may be apart), else a copy."""
+    return x if is_dense(x) else x.contiguous()
+
+
+def is_dense(x: Tensor) -> bool:
+    """True if each row of x [T, ...] is contiguous."""
+    size = 1
+    for length, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
+        if stride != size and length > 1:
+            return False
+        size *= length
+    return True
+
+
+def owns_rows(x: Tensor) -> bool:
+    """True if each row is contiguous and shares no memory with another row: x may be overwritten row by row."""
+    return is_dense(x) and (x.shape[0] < 2 or x.stride(0) >= x[0].numel())
+
+
+def address(x: Tensor | None) -> int | None:
+    """Where its first value lies; a null pointer for None."""
+    return None if x is None else x.data_ptr()
+
+
+def threads_for(work: int) -> int:
+    """How many threads a call that touches `work` values should use."""
+    return torch.get_num_threads() if work >= PARALLEL_VALUES else 1

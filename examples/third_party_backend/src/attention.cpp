@@ -1,0 +1,194 @@
+// Attention over window keys and selected entries, read where they are stored, in every storage format.
+#include <vector>
+
+#include "rows.hpp"
+
+namespace {
+
+enum Format : int64_t { FP8 = 0, FP4 = 1, BF16 = 2, F32 = 3 };
+
+// The arguments of one call; every field has eight bytes, in this order, on the Python side too.
+struct Attention {
+    int64_t bf16, rows, heads, dim, threads;
+    const void* query;
+    int64_t query_stride;
+    void* out;
+    const float* sink;
+    double scale;
+    const float* table;
+    const int64_t* positions;
+    int64_t rd;
+    // window keys: a ring of `ring_length` entries for each of `slots` slots, then the rows of this step
+    const int32_t* window_index;
+    int64_t columns;
+    const uint8_t* ring;
+    int64_t ring_format, slots, ring_length, slot_stride, entry_stride;
+    const void* current;
+    int64_t current_stride;
+    // selected entries; selected_index is null if there are none
+    const int32_t* selected_index;
+    int64_t topk;
+    const uint8_t* pages;
+    int64_t page_format, page_stride, entry_bytes, entries_per_page;
+    const int32_t* block_table;
+    int64_t block_table_stride;
+    const int32_t* sequence;
+};
+
+void decode(const uint8_t* entry, int64_t format, int64_t dim, float* key) {
+    for (int64_t i = 0; i < dim; i += LANES) {
+        F v;
+        switch (format) {
+            case FP8: v = e4m3_values(entry + i) * e8m0_value(entry[dim + i / BLOCK]); break;
+            case FP4: v = e2m1_values(entry + i / 2) * e4m3_value(entry[dim / 2 + i / LANES]); break;
+            case BF16: v = widen(reinterpret_cast<const Bf16*>(entry) + i); break;
+            default: v = widen(reinterpret_cast<const float*>(entry) + i);
+        }
+        put_all(key + i, v);
+    }
+}
+
+// Where the keys of row t lie, in column order, columns without a key left out.
+struct Key {
+    const uint8_t* entry;
+    int64_t format;
+};
+
+void list_keys(const Attention& a, int64_t t, std::vector<Key>& keys) {
+    keys.clear();
+    const int64_t history = a.slots * a.ring_length, width = a.bf16 ? 2 : 4;
+    for (int64_t c = 0; c < a.columns; c++) {
+        const int64_t index = a.window_index[t * a.columns + c];
+        if (index >= history)
+            keys.push_back({static_cast<const uint8_t*>(a.current) + (index - history) * a.current_stride * width, a.bf16 ? BF16 : F32});
+        else if (index >= 0)
+            keys.push_back({a.ring + index / a.ring_length * a.slot_stride + index % a.ring_length * a.entry_stride, a.ring_format});
+    }
+    for (int64_t c = 0; a.selected_index && c < a.topk; c++) {
+        const int64_t entry = a.selected_index[t * a.topk + c];
+        if (entry < 0) continue;
+        const int64_t page = a.block_table[a.sequence[t] * a.block_table_stride + entry / a.entries_per_page];
+        keys.push_back({a.pages + page * a.page_stride + entry % a.entries_per_page * a.entry_bytes, a.page_format});
+    }
+}
+
+constexpr int64_t HEADS = 4, KEYS = 4;  // computed together: sixteen sums stay in registers
+
+// scores[h * count + k] = (q_h . key_k) * scale for HEADS heads; `count` is a multiple of KEYS.
+void score(const float* q, const float* keys, int64_t count, int64_t dim, float scale, float* scores) {
+    for (int64_t k = 0; k < count; k += KEYS) {
+        F sums[HEADS][KEYS] = {};
+        for (int64_t i = 0; i < dim; i += LANES) {
+            F key[KEYS];
+            for (int j = 0; j < KEYS; j++) key[j] = widen(keys + (k + j) * dim + i);
+            for (int h = 0; h < HEADS; h++) {
+                const F x = widen(q + h * dim + i);
+                for (int j = 0; j < KEYS; j++) sums[h][j] = fma(x, key[j], sums[h][j]);
+            }
+        }
+        for (int h = 0; h < HEADS; h++)
+            for (int j = 0; j < KEYS; j++) scores[h * count + k + j] = total(sums[h][j]) * scale;
+    }
+}
+
+// Scores to probabilities exp(s - max), rounded if bf16, zeros from `valid` on. Returns their sum (before rounding) plus the sink's part.
+float soften(float* scores, int64_t valid, int64_t count, float sink, bool bf16) {
+    float top = -INFINITY, sum = 0;
+    for (int64_t k = 0; k < valid; k++) top = scores[k] > top ? scores[k] : top;
+    F sums = {};
+    for (int64_t k = 0; k < count; k += LANES) {
+        F s = get(scores + k, count - k), p = exponential(s - top);
+        float lanes[LANES];
+        std::memcpy(lanes, &p, sizeof p);
+        for (int64_t i = std::max<int64_t>(valid - k, 0); i < LANES; i++) lanes[i] = 0;
+        p = widen(lanes);
+        sums += p;
+        put(scores + k, bf16 ? rounded(p, static_cast<const Bf16*>(nullptr)) : p, count - k);
+    }
+    sum = total(sums);
+    return sum + std::exp(sink - top);
+}
+
+// out[h * dim + i] = sum_k p[h * count + k] * key_k[i] for HEADS heads and V vectors of values from `first` on.
+template <int V>
+void mix(const float* p, const float* keys, int64_t count, int64_t dim, int64_t first, float* out) {
+    F sums[HEADS][V] = {};
+    for (int64_t k = 0; k < count; k++) {
+        F key[V];
+        for (int v = 0; v < V; v++) key[v] = widen(keys + k * dim + first + v * LANES);
+        for (int h = 0; h < HEADS; h++) {
+            const F weight = splat(p[h * count + k]);
+            for (int v = 0; v < V; v++) sums[h][v] = fma(weight, key[v], sums[h][v]);
+        }
+    }
+    for (int h = 0; h < HEADS; h++)
+        for (int v = 0; v < V; v++) put_all(out + h * dim + first + v * LANES, sums[h][v]);
+}
+
+// Heads `first` .. first + HEADS - 1 (fewer at the end) of row t over its decoded keys.
+template <class T>
+void attend(const Attention& a, int64_t t, int64_t first, const float* keys, int64_t valid, int64_t count) {
+    const int64_t dim = a.dim, used = std::min(HEADS, a.heads - first);
+    const float* angles = a.table + a.positions[t] * a.rd;
+    thread_local std::vector<float> q, scores, values;
+    thread_local std::vector<T> turned;
+    q.assign(HEADS * dim, 0.0f), values.resize(HEADS * dim), scores.resize(HEADS * count), turned.resize(dim);
+    for (int64_t h = 0; h < used; h++) {
+        const T* from = static_cast<const T*>(a.query) + t * a.query_stride + (first + h) * dim;
+        std::copy(from, from + dim, turned.data());
+        rotate_row(turned.data(), angles, dim, a.rd, false);
+        for (int64_t i = 0; i < dim; i += LANES) put_all(q.data() + h * dim + i, widen(turned.data() + i));
+    }
+    score(q.data(), keys, count, dim, float(a.scale), scores.data());
+    float totals[HEADS];
+    for (int64_t h = 0; h < used; h++) totals[h] = soften(scores.data() + h * count, valid, count, a.sink[first + h], a.bf16);
+    int64_t i = 0;
+    for (; i + 4 * LANES <= dim; i += 4 * LANES) mix<4>(scores.data(), keys, count, dim, i, values.data());
+    for (; i < dim; i += LANES) mix<1>(scores.data(), keys, count, dim, i, values.data());
+    for (int64_t h = 0; h < used; h++) {
+        T* to = static_cast<T*>(a.out) + (t * a.heads + first + h) * dim;
+        for (int64_t j = 0; j < dim; j += LANES) put_all(to + j, widen(values.data() + h * dim + j) / totals[h]);
+        rotate_row(to, angles, dim, a.rd, true);
+    }
+}
+
+// One row. With several threads, they share the decoding and then the heads.
+template <class T>
+void attend_row(const Attention& a, int64_t t, int64_t threads) {
+    thread_local std::vector<Key> keys;
+    thread_local std::vector<float> decoded;
+    list_keys(a, t, keys);
+    const int64_t valid = keys.size(), count = (valid + KEYS - 1) / KEYS * KEYS, dim = a.dim;
+    T* out = static_cast<T*>(a.out) + t * a.heads * dim;
+    if (!valid) return (void)std::memset(out, 0, a.heads * dim * sizeof(T));
+    decoded.resize(count * dim);
+    const Key* list = keys.data();
+    float* to = decoded.data();  // the calling thread's, whichever thread writes there
+    std::fill(to + valid * dim, to + count * dim, 0.0f);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#pragma omp for
+        for (int64_t k = 0; k < valid; k++) decode(list[k].entry, list[k].format, dim, to + k * dim);
+#pragma omp for
+        for (int64_t h = 0; h < a.heads; h += HEADS) attend<T>(a, t, h, to, valid, count);
+    }
+}
+
+template <class T>
+void attend_rows(const Attention& a) {
+    if (a.rows < a.threads) {
+        for (int64_t t = 0; t < a.rows; t++) attend_row<T>(a, t, a.threads);
+        return;
+    }
+#pragma omp parallel for num_threads(a.threads) if (a.threads > 1)
+    for (int64_t t = 0; t < a.rows; t++) attend_row<T>(a, t, 1);
+}
+
+}  // namespace
+
+EXPORT void simd_attention(const Attention* a) {
+    if (a->bf16)
+        attend_rows<Bf16>(*a);
+    else
+        attend_rows<float>(*a);
+}
