@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from deepinfer_core.backend import Numerics
 from deepinfer_core.backend.ops import op_table
 from deepinfer_core.backend.registry import discover

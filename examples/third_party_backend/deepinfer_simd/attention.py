@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 
 import torch
+from torch import Tensor
+
 from deepinfer_backends.cpu_ref import ReferenceKernels
 from deepinfer_core.backend import CacheFormat
 from deepinfer_core.backend.types import Rope, SelectedEntries, WindowKeys, WindowRing
-from torch import Tensor
-
 from deepinfer_simd.tensors import dense_rows, threads_for
 
 _FORMATS = {CacheFormat.FP8: 0, CacheFormat.FP4: 1, CacheFormat.BF16: 2, CacheFormat.F32: 3}  # enum Format in src/attention.cpp

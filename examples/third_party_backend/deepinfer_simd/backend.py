@@ -7,7 +7,6 @@ import platform
 from typing import TYPE_CHECKING
 
 from deepinfer_core.backend import API_VERSION, Backend, CacheFormat, Capabilities, Numerics, Probe, WeightFormat
-
 from deepinfer_simd import _library
 
 if TYPE_CHECKING:
@@ -46,11 +45,11 @@ class SimdBackend(Backend):
     def capabilities(self) -> Capabilities:
         return _CLAIMS
 
-    def kernels(self, device: str, numerics: Numerics = Numerics.RELEASE) -> Kernels:
-        """The ops. Raises BackendError if `device` is not the CPU: the C++ code reads addresses of this process."""
+    def kernels(self, device: str, numerics: Numerics = Numerics.RELEASE, batch_invariant: bool = False) -> Kernels:
+        """The ops, always batch invariant. Raises BackendError if `device` is not the CPU: the C++ code reads addresses of this process."""
         import torch
-        from deepinfer_core.errors import BackendError
 
+        from deepinfer_core.errors import BackendError
         from deepinfer_simd.kernels import SimdKernels
 
         if torch.device(device or "cpu").type != "cpu":

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from deepinfer_backends.cpu_ref import ReferenceKernels
 from deepinfer_core.backend.types import Activation, ExpertTensors, QuantTensor, Routing, Weight
 from deepinfer_core.errors import BackendError
-from torch import Tensor
-
 from deepinfer_simd.tensors import address, dense_rows, owns_rows, threads_for
 
 _FORMATS = {torch.bfloat16: 0, torch.float8_e4m3fn: 1, torch.int8: 2}  # enum Format in src/experts.cpp

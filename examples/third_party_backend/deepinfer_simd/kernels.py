@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from deepinfer_core.backend import Numerics
-from deepinfer_core.backend.types import Activation, HcConstants, HcInput, HcWeights
 from torch import Tensor
 
+from deepinfer_core.backend import Numerics
+from deepinfer_core.backend.types import Activation, HcConstants, HcInput, HcWeights
 from deepinfer_simd import _library
 from deepinfer_simd.attention import _AttentionOps
 from deepinfer_simd.experts import _ExpertOps
