@@ -46,7 +46,7 @@ def backend_of(kernels: type[ReferenceKernels]) -> CpuReference:
     class Faulty(CpuReference):
         name = "faulty"
 
-        def kernels(self, device, numerics=Numerics.RELEASE):
+        def kernels(self, device, numerics=Numerics.RELEASE, batch_invariant=False):
             return kernels(torch.device(device or "cpu"), numerics)
 
     return Faulty()

@@ -182,7 +182,7 @@ class ArgumentNotClamped(ReferenceKernels):
 class TopPNotStrict(ReferenceKernels):
     def log_probs(self, logits, rows):
         out = super().log_probs(logits, rows)
-        sorted_out, order = out.sort(1, descending=True, stable=True)
+        sorted_out, order = out.sort(dim=1, descending=True, stable=True)
         before = sorted_out.exp().cumsum(1) - sorted_out.exp()
         drop = (before > rows.top_p[:, None] * 0.9) & (rows.top_p[:, None] < 1)
         return out.masked_fill(torch.zeros_like(drop).scatter_(1, order, drop), -torch.inf).log_softmax(-1)

@@ -8,6 +8,7 @@ import mutants_rest
 import pytest
 from mutants import MUTANTS, Mutant, backend_of
 
+from deepinfer_backends.cpu_ref.kernels import ReferenceKernels
 from deepinfer_core.backend.kernels import OPS
 from deepinfer_core.conformance.op_level import OpFilter
 from deepinfer_core.conformance.subject import Subject
@@ -33,6 +34,12 @@ def test_mutant_fails(mutant, record_property):
     message = first_failure(mutant)
     record_property("mutant_caught", bool(message))
     assert message, f"nothing at level {mutant.level} noticed {mutant.name} ({mutant.op})"
+    assert "Error: " not in message, f"{mutant.name} was not judged but broke: {message}"
+
+
+@pytest.mark.parametrize(("op", "level"), sorted({(mutant.op, mutant.level) for mutant in MUTANTS}))
+def test_what_catches_a_mutant_passes_the_same_backend_without_the_fault(op, level):
+    assert first_failure(Mutant(ReferenceKernels, op, level)) == ""
 
 
 def test_there_are_enough_mutants_and_every_op_has_one():

@@ -14,7 +14,7 @@ from deepinfer_core.conformance.analysis import Arithmetic, exact
 from deepinfer_core.conformance.describe import Cost, Geometry, Inputs, OpDescription, Outputs
 from deepinfer_core.conformance.expect import Exactly, Expectation, Within
 from deepinfer_core.conformance.generate import Draw, identity_rows
-from deepinfer_core.conformance.ops.shapes import EPS, HIDDEN, Q_RANK, VOCAB, dense, picked, rows_of, seen, spread_rows, tree_bytes, weight
+from deepinfer_core.conformance.ops.shapes import EPS, HIDDEN, Q_RANK, dense, picked, rows_of, seen, spread_rows, tree_bytes, weight
 
 Dims = Mapping[str, Any]
 
@@ -46,9 +46,9 @@ EMBED = OpDescription(
     cost=lambda i: Cost(8 * len(i["ids"]) + 4 * len(i["ids"]) * i["table"].shape[1], 0),
     rows=rows_of("ids"),
     presets={
-        "decode-1": {"rows": 1, "vocab": VOCAB, "dim": HIDDEN},
-        "decode-64": {"rows": 64, "vocab": VOCAB, "dim": HIDDEN},
-        "prefill-8k": {"rows": 8192, "vocab": VOCAB, "dim": HIDDEN},
+        "decode-1": {"rows": 1, "vocab": 16384, "dim": HIDDEN},
+        "decode-64": {"rows": 64, "vocab": 16384, "dim": HIDDEN},
+        "prefill-8k": {"rows": 8192, "vocab": 16384, "dim": HIDDEN},
     },
 )
 
