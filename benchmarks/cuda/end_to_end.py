@@ -91,8 +91,8 @@ class Run:
         claims = engine.parts.selected.backend.capabilities()
         if not claims.graph_capture and not self.options.pretend_graphs:
             return {"captured": False}
-        graphs = engine.runner.use_graphs(sorted(self.batches), engine.parts.limits.max_positions)
-        failed = graphs.capture(lambda size: print(f"graph of {size} rows", flush=True))
+        engine.runner.use_graphs(sorted(self.batches), engine.parts.limits.max_positions)
+        failed = engine.runner.capture(lambda size: print(f"graph of {size} rows", flush=True))
         return {"captured": True, "failed": failed}
 
     def decode(self, batch: int) -> dict[str, Any]:

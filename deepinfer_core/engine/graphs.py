@@ -95,6 +95,17 @@ class DecodeGraphs:
             progress(size)
         return failed
 
+    @property
+    def captured(self) -> list[int]:
+        """Sizes of the buckets that are replayed."""
+        return [size for size in self.sizes if self._buckets[size].graph is not None]
+
+    def newest(self, size: int) -> StepRun:
+        """What a bucket computed when it ran last."""
+        result = self._buckets[size].result
+        assert result is not None
+        return result
+
     def remember(self, step: DeviceStep) -> None:
         """Keeps a step's results where graphs look for them."""
         step.copy_to(self.previous)
@@ -119,8 +130,7 @@ class DecodeGraphs:
             self._run(bucket)
         else:
             bucket.graph.replay()
-        assert bucket.result is not None
-        return bucket.result
+        return self.newest(size)
 
     @torch.inference_mode()
     def _run(self, bucket: _Bucket) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +46,10 @@ class DeviceStep:
         none = torch.full((sequences, drafts), -1, dtype=torch.int64, device=device)
         count = torch.zeros(sequences, dtype=torch.int64, device=device)
         return cls(count - 1, count, none, none.clone(), torch.zeros(sequences, drafts, device=device))
+
+    def first(self, count: int) -> DeviceStep:
+        """Views of the first sequences."""
+        return DeviceStep(*(getattr(self, field.name)[:count] for field in fields(self)))
 
     def copy_to(self, target: DeviceStep) -> None:
         """Overwrites the first S sequences of `target`."""
@@ -142,7 +146,7 @@ class DeviceOutputs:
 
 def host_result(plan: StepPlan, rows: np.ndarray, arrays: dict[str, np.ndarray]) -> StepResult:
     """The scheduler's view of a finished step."""
-    counts = arrays["accepted"] + 1
+    counts = arrays["accepted"] + 1 if "accepted" in arrays else np.ones(len(plan.requests), np.int64)
     scores: list[TokenScores | None] = []
     for s in range(len(plan.requests)):
         n = int(counts[s])

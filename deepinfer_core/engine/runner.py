@@ -9,7 +9,7 @@ Source of the completion rules: asynchronous scheduling of DeepInfer 0.1.0 (mode
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -21,12 +21,13 @@ from deepinfer_core.backend.runtime import DeviceRuntime, Event, PendingCopy
 from deepinfer_core.engine.graphs import DecodeGraphs, GraphOptions
 from deepinfer_core.engine.plan import StepPlan, StepResult
 from deepinfer_core.engine.results import DeviceOutputs, DeviceStep, host_result
+from deepinfer_core.engine.sample_graphs import SampleGraphs
 from deepinfer_core.engine.step_inputs import CompletedInputs, StepSize, completed, packed, unpacked
 from deepinfer_core.model.batch import SequenceInputs, Truncation
 from deepinfer_core.model.drafter import DraftInputs
 from deepinfer_core.model.graph import ForwardResult
 from deepinfer_core.model.loaded import LoadedModel
-from deepinfer_core.sampling import RequestRows, Sampler, SamplingState
+from deepinfer_core.sampling import RequestRows, Sampler, SamplingState, host_batch
 from deepinfer_core.sampling.batch import SamplingBatch
 
 
@@ -51,6 +52,7 @@ class StepHandle:
     query_len: PendingCopy | None = None  # rows as the device spread them; None: as planned
     launched: PendingCopy | None = None  # nothing but the success of the first half
     forward: ForwardResult | None = None  # set by device work
+    bucket: int | None = None  # size of the decode bucket that ran it, set by device work
     inputs: CompletedInputs | None = None  # set by device work; may be padded behind the plan's sequences and rows
     device: DeviceStep | None = None  # set by device work
     outputs: PendingCopy | None = None
@@ -85,9 +87,19 @@ class Runner:
         self._previous: StepHandle | None = None
         self._draft_log_probs: Tensor | None = None  # float32 [state slots, D, V]: only once a sampled request drafts
         self.graphs: DecodeGraphs | None = None
+        self.sample_graphs: SampleGraphs | None = None
+
+    def capture(self, progress: Callable[[int], None] = lambda size: None) -> list[int]:
+        """Captures the buckets, and sampling where steps are plain. Returns the sizes that could not be captured."""
+        assert self.graphs is not None
+        failed = self.graphs.capture(progress)
+        if not self.nextn:
+            self.sample_graphs = SampleGraphs(self.runtime, self.graphs, self.sampler, self.loaded.model.logits)
+            self.sample_graphs.capture()
+        return failed
 
     def use_graphs(self, sizes: list[int], max_positions: int) -> DecodeGraphs:
-        """Runs decode steps in buckets of the given sizes from now on. The caller captures them."""
+        """Runs decode steps in buckets of the given sizes from now on. `capture` makes them graphs."""
         loaded = self.loaded
         options = GraphOptions(
             pages=loaded.layout.pages_for(max_positions),
@@ -142,6 +154,7 @@ class Runner:
         size = None
         if self.graphs is not None and not plan.is_prefill.any():
             size = self.graphs.size_for(len(plan.tokens))
+        handle.bucket = size
         if size is not None and self.graphs is not None:
             handle.inputs, handle.forward = self.graphs.run(plan, size, query_len)
             return {}
@@ -213,13 +226,17 @@ class Runner:
     ) -> dict[str, Tensor]:
         plan, forward = handle.plan, handle.forward
         assert forward is not None
+        host = host_batch(rows)
+        if self.sample_graphs is not None and handle.bucket is not None and self.sample_graphs.can_run(host, handle.bucket):
+            handle.device, results = self.sample_graphs.run(host, handle.bucket)
+            return results
         outputs = DeviceOutputs(len(plan.requests), self.nextn, self.loaded.kernels.device)
         ends = np.cumsum(handle.rows - self._dropped(plan))
         if rows:
             drafts = np.array([row.drafts for row in rows], dtype=np.int64)
             picked = np.concatenate([np.arange(ends[s] - 1 - d, ends[s]) for s, d in zip(sampled, drafts, strict=True)])
             logits = self.loaded.model.logits(forward.hidden[self._upload(picked)])
-            batch = self.sampler.prepare(rows, self._upload)
+            batch = self.sampler.prepared(host, self._upload)
             self._choose(handle, logits, batch, sampled, drafts, outputs)
             if plan.draft.any():
                 self._draft(handle, batch, sampled, stops, outputs)

@@ -29,7 +29,7 @@ def warm_up(runner: Runner, parts: EngineParts) -> ProfiledCost | None:
     largest = parts.limits.max_num_seqs * (1 + parts.limits.num_draft_tokens)
     graphs = runner.use_graphs(bucket_sizes(largest, config.graphs.batch_size_interval), parts.limits.max_positions)
     if captures:
-        failed = graphs.capture()
+        failed = runner.capture()
         log.info("event=graphs_captured sizes=%d failed=%d", len(graphs.sizes) - len(failed), len(failed))
     costs = ProfiledCost(decode_times(runner, graphs)) if config.speculative.enable_varlen else None
     if not captures:

@@ -56,12 +56,39 @@ class SamplingBatch:
         return RandomRows(self.per_row(self.seeds), self.per_row(self.base) + self.row * self.row_stride)
 
 
-def prepare(
-    requests: Sequence[RequestRows],
-    upload: Callable[[np.ndarray], Tensor],
-    row_stride: int = ROW_STRIDE,
-) -> SamplingBatch:
-    """The batch of `requests`; `upload` copies one uint8 array to the device."""
+PLAIN = {"ints", "floats", "top_k"}
+GREEDY_FLOATS = np.array([[0.0], [1.0], [1.0], [0.0]], np.float32)  # `SamplingState.floats` of a greedy sequence
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """What `SamplingBatch` is made from, on the host."""
+
+    arrays: dict[str, np.ndarray]
+    count: int  # R
+    greedy: int  # sequences that take the most likely token
+    filtered: bool  # a sequence uses top_k, top_p or min_p
+    top: int  # most `top_logprobs` that a sequence asks for
+
+    @property
+    def is_plain(self) -> bool:
+        """One row each, nothing edited or forced, no alternatives reported: every step of the kind has arrays of the same shapes."""
+        return self.arrays.keys() == PLAIN and not self.top
+
+    def padded(self, count: int) -> HostBatch:
+        """A plain batch with greedy sequences behind its own."""
+        ints, floats, top_k = self.arrays["ints"], self.arrays["floats"], self.arrays["top_k"]
+        rest = count - self.count
+        arrays = {
+            "ints": np.concatenate((ints, np.zeros((3, rest), np.int64)), 1),
+            "floats": np.concatenate((floats, np.repeat(GREEDY_FLOATS, rest, 1)), 1),
+            "top_k": np.concatenate((top_k, np.full(rest, -1, np.int32))),
+        }
+        return HostBatch(arrays, count, self.greedy + rest, self.filtered, self.top)
+
+
+def host_batch(requests: Sequence[RequestRows]) -> HostBatch:
+    """Gathers what the device needs for these rows."""
     states = [request.state for request in requests]
     count = len(states)
     arrays: dict[str, np.ndarray] = {
@@ -74,13 +101,19 @@ def prepare(
     if any(s.generated < len(s.golden) for s in states):
         arrays["golden"] = np.array([r.state.forced(j) for r in requests for j in range(r.drafts + 1)], np.int64)
     arrays |= edit_arrays(requests)
-    buffer, layout = pack(arrays)
-    device: dict[str, Any] = unpack(upload(buffer), layout)
-    greedy = sum(s.greedy for s in states)
-    floats, ints = device["floats"], device["ints"]
-    settings = SamplingRows(
-        floats[0], device["top_k"], floats[2], floats[3], any_filtered=any(s.filtered for s in states), any_greedy=greedy > 0
+    return HostBatch(
+        arrays,
+        count,
+        greedy=sum(s.greedy for s in states),
+        filtered=any(s.filtered for s in states),
+        top=max((s.params.top_logprobs for s in states), default=0),
     )
+
+
+def device_batch(host: HostBatch, device: dict[str, Any], row_stride: int = ROW_STRIDE) -> SamplingBatch:
+    """The batch, from `host.arrays` on the device."""
+    floats, ints = device["floats"], device["ints"]
+    settings = SamplingRows(floats[0], device["top_k"], floats[2], floats[3], any_filtered=host.filtered, any_greedy=host.greedy > 0)
     return SamplingBatch(
         settings=settings,
         scores=settings._replace(temperature=floats[1], any_greedy=False),
@@ -92,11 +125,17 @@ def prepare(
         first_row=device.get("first_row"),
         golden=device.get("golden"),
         edits=edits_from(device),
-        count=count,
-        all_greedy=greedy == count,
-        top=max((s.params.top_logprobs for s in states), default=0),
+        count=host.count,
+        all_greedy=host.greedy == host.count,
+        top=host.top,
         row_stride=row_stride,
     )
+
+
+def prepare(host: HostBatch, upload: Callable[[np.ndarray], Tensor], row_stride: int = ROW_STRIDE) -> SamplingBatch:
+    """The batch; `upload` copies one uint8 array to the device."""
+    buffer, layout = pack(host.arrays)
+    return device_batch(host, unpack(upload(buffer), layout), row_stride)
 
 
 def _row_arrays(requests: Sequence[RequestRows]) -> dict[str, np.ndarray]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepinfer_core.backend.kernels import Kernels
 from deepinfer_core.backend.types import RandomRows, SamplingRows
-from deepinfer_core.sampling.batch import SamplingBatch, prepare
+from deepinfer_core.sampling.batch import HostBatch, SamplingBatch, device_batch, host_batch, prepare
 from deepinfer_core.sampling.params import GREEDY_TEMPERATURE, SamplingParams
 from deepinfer_core.sampling.random import ROW_STRIDE
 from deepinfer_core.sampling.state import RequestRows
@@ -80,7 +80,15 @@ class Sampler:
 
     def prepare(self, requests: Sequence[RequestRows], upload: Callable[[np.ndarray], Tensor] | None = None) -> SamplingBatch:
         """Everything the device needs for these rows, in one copy. `upload` replaces the plain copy (staging buffers, streams)."""
-        return prepare(requests, upload or self._upload, self._row_stride)
+        return self.prepared(host_batch(requests), upload)
+
+    def prepared(self, host: HostBatch, upload: Callable[[np.ndarray], Tensor] | None = None) -> SamplingBatch:
+        """`prepare` of rows that were gathered already."""
+        return prepare(host, upload or self._upload, self._row_stride)
+
+    def batch_of(self, host: HostBatch, arrays: dict[str, Tensor]) -> SamplingBatch:
+        """The batch of `host`, whose arrays are on the device already."""
+        return device_batch(host, arrays, self._row_stride)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
         """One token per sequence from logits float32 [R, V] (`batch` without drafts). The logits are not modified."""
