@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from deepinfer_backends.cpu_ref import quant
+from deepinfer_backends.cpu_ref.scalars import scalar
 from deepinfer_core.backend.formats import Numerics
 from deepinfer_core.backend.types import Activation, QuantTensor, Weight
 
@@ -19,6 +20,8 @@ block of rows at a time when used: slower, but a layer of released size then fit
 
 _BLOCK_ROWS = 1024
 
+ROW_MULTIPLE = 8
+
 
 def pad_rows(x: Tensor) -> Tensor:
     """x [T, k] with zero rows up to a multiple of 8.
@@ -26,13 +29,24 @@ def pad_rows(x: Tensor) -> Tensor:
     BLAS libraries pick another routine, and with it another order of additions, for matrix-vector products and for very few rows.
     With 8 rows at least, in multiples of 8, a row's result does not depend on how many rows there are.
     """
-    missing = -x.shape[0] % 8
-    return functional.pad(x, (0, 0, 0, missing)) if missing else x
+    missing = -x.shape[0] % ROW_MULTIPLE
+    return torch.cat((x, _zero_rows(missing, x.shape[1], x.device))) if missing else x
+
+
+@lru_cache
+def _zero_rows(rows: int, columns: int, device: torch.device) -> Tensor:
+    return torch.zeros(rows, columns, device=device)
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, k] @ weight [n, k].T in float32, each row bitwise independent of the others."""
-    return (pad_rows(x) @ weight.t())[: x.shape[0]]
+    product = torch.mm(pad_rows(x), weight.t())
+    return product if len(product) == len(x) else product[: len(x)]
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) of float32 x [..., d]: [..., 1]."""
+    return (x * x).sum(-1, True).div_(scalar(float(x.shape[-1]))).add_(scalar(eps)).rsqrt_()
 
 
 @dataclass(frozen=True)
@@ -77,12 +91,12 @@ class LinearOps:
     device: torch.device
     numerics: Numerics
 
-    @property
+    @cached_property
     def _dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.numerics is Numerics.RELEASE else torch.float32
 
     def _round(self, x: Tensor) -> Tensor:
-        return x.to(self._dtype)
+        return x.to(dtype=self._dtype)
 
     def prepare_linear(self, parts: Sequence[QuantTensor]) -> Weight:
         return LinearWeight.of([part.to(self.device) for part in parts])
@@ -92,7 +106,7 @@ class LinearOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         f = x.float()
-        return self._round(f * (f * f).mean(-1, keepdim=True).add_(eps).rsqrt_() * weight.float())
+        return self._round((f * inverse_rms(f, eps)).mul_(weight))
 
     def rms_norm_quantize(self, x: Tensor, weight: Tensor, eps: float) -> Activation:
         return self.quantize(self.rms_norm(x, weight, eps))

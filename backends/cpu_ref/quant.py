@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer_backends.cpu_ref.scalars import scalar
 from deepinfer_core.backend.formats import CacheFormat
 
 E4M3_MAX = 448.0
@@ -19,6 +20,7 @@ FP4_AMAX_FLOOR = 6.0 * 2.0**-9
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_TABLE = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES))
+_E2M1_PAIRS = torch.stack((_E2M1_TABLE.repeat(16), _E2M1_TABLE.repeat_interleave(16)), 1)  # values of a byte: low nibble, high nibble
 # Magnitudes above which the next code is nearer. Ties go to the even code: 0.25 stays at 0, 0.75 rises to 1, and so on.
 _E2M1_BOUNDS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 _E2M1_BOUNDS[1::2] = torch.nextafter(_E2M1_BOUNDS[1::2], torch.zeros(3))
@@ -26,21 +28,21 @@ _E2M1_BOUNDS[1::2] = torch.nextafter(_E2M1_BOUNDS[1::2], torch.zeros(3))
 
 def power_of_two_at_least(x: Tensor) -> Tensor:
     """The smallest power of two >= x, for float32 x that is positive and normal: adds a full mantissa, keeps the exponent."""
-    return ((x.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return x.view(torch.int32).add(scalar(0x7FFFFF)).bitwise_and_(scalar(0x7F800000)).view(torch.float32)
 
 
 def fp8_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     """(values divided by their scale [..., d/32, 32], scales [..., d/32, 1]) of float32 x [..., d] by the FP8 activation rule."""
     blocks = x.unflatten(-1, (-1, 32))
-    amax = blocks.abs().amax(-1, keepdim=True).clamp_min(FP8_AMAX_FLOOR)
-    scale = power_of_two_at_least(amax * (1.0 / E4M3_MAX))
+    amax = blocks.abs().amax(-1, True).clamp_min_(scalar(FP8_AMAX_FLOOR))
+    scale = power_of_two_at_least(amax.mul_(scalar(1.0 / E4M3_MAX)))
     return blocks / scale, scale
 
 
 def fake_fp8(x: Tensor) -> Tensor:
     """x [..., d] float32 on the FP8 grid: e4m3 values times a power of two per 32."""
     q, scale = fp8_blocks(x)
-    return (q.to(torch.float8_e4m3fn).float() * scale).flatten(-2)
+    return q.to(dtype=torch.float8_e4m3fn).float().mul_(scale).flatten(-2)
 
 
 def e2m1_codes(x: Tensor) -> Tensor:
@@ -57,17 +59,17 @@ def e2m1_values(codes: Tensor) -> Tensor:
 def fp4_index_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     """(codes [..., d/32, 32], scales [..., d/32, 1]) of float32 x: power-of-two scales, rule of index queries and keys."""
     blocks = x.unflatten(-1, (-1, 32))
-    amax = blocks.abs().amax(-1, keepdim=True).clamp_min(FP4_INDEX_AMAX_FLOOR)
-    scale = power_of_two_at_least(amax * (1.0 / E2M1_MAX))
+    amax = blocks.abs().amax(-1, True).clamp_min_(scalar(FP4_INDEX_AMAX_FLOOR))
+    scale = power_of_two_at_least(amax.mul_(scalar(1.0 / E2M1_MAX)))
     return e2m1_codes(blocks / scale), scale
 
 
 def fp4_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     """(codes [..., d/16, 16], scales [..., d/16, 1] e4m3) of float32 x: rule of compressed entries."""
     blocks = x.unflatten(-1, (-1, 16))
-    amax = blocks.abs().amax(-1, keepdim=True).clamp_min(FP4_AMAX_FLOOR)
-    scale = (amax / E2M1_MAX).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
-    return e2m1_codes((blocks / scale.float()).clamp(-E2M1_MAX, E2M1_MAX)), scale
+    amax = blocks.abs().amax(-1, True).clamp_min_(scalar(FP4_AMAX_FLOOR))
+    scale = amax.div_(scalar(E2M1_MAX)).clamp_max_(scalar(E4M3_MAX)).to(dtype=torch.float8_e4m3fn)
+    return e2m1_codes((blocks / scale.float()).clamp_(-E2M1_MAX, E2M1_MAX)), scale
 
 
 def fake_fp4_index(x: Tensor) -> Tensor:
@@ -87,6 +89,11 @@ def pack_nibbles(codes: Tensor) -> Tensor:
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
+def e2m1_pairs(data: Tensor) -> Tensor:
+    """float32 [..., d] of packed e2m1 codes [..., d/2] (uint8 or int8)."""
+    return torch.embedding(_E2M1_PAIRS.to(data.device), data.view(torch.uint8).int()).flatten(-2)
+
+
 def unpack_nibbles(data: Tensor) -> Tensor:
     """bytes [..., d/2] (uint8 or int8) -> codes [..., d] uint8."""
     data = data.view(torch.uint8)
@@ -95,13 +102,13 @@ def unpack_nibbles(data: Tensor) -> Tensor:
 
 def e8m0_bytes(scale: Tensor) -> Tensor:
     """Exponent bytes of float32 powers of two: 2^(byte - 127). uint8."""
-    return (scale.view(torch.int32) >> 23).to(torch.uint8)
+    return scale.view(torch.int32).bitwise_right_shift(scalar(23)).to(dtype=torch.uint8)
 
 
 def e8m0_values(data: Tensor) -> Tensor:
     """float32 powers of two of exponent bytes (uint8 or float8_e8m0fnu). Byte 0 is the subnormal 2^-127."""
-    bits = data.view(torch.uint8).int() << 23
-    return torch.where(bits == 0, 0x400000, bits).view(torch.float32)
+    bits = data.view(torch.uint8).int().bitwise_left_shift_(scalar(23))
+    return bits.clamp_min_(scalar(0x400000)).view(torch.float32)
 
 
 def encode(values: Tensor, fmt: CacheFormat) -> tuple[Tensor, Tensor]:
@@ -124,12 +131,12 @@ def encode(values: Tensor, fmt: CacheFormat) -> tuple[Tensor, Tensor]:
 def decode(data: Tensor, scales: Tensor, fmt: CacheFormat) -> Tensor:
     """float32 entries [..., dim] of data and scales [..., bytes] uint8. Inverse of `encode` on values that lie on the grid."""
     if fmt is CacheFormat.FP8:
-        return (data.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, 32)) * e8m0_values(scales)[..., None]).flatten(-2)
+        return data.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, 32)).mul_(e8m0_values(scales).unsqueeze(-1)).flatten(-2)
     if fmt is CacheFormat.FP4:
-        scale = scales.view(torch.float8_e4m3fn).float()[..., None]
-        return (e2m1_values(unpack_nibbles(data)).unflatten(-1, (-1, 16)) * scale).flatten(-2)
+        scale = scales.view(torch.float8_e4m3fn).float().unsqueeze(-1)
+        return e2m1_pairs(data).unflatten(-1, (-1, 16)).mul_(scale).flatten(-2)
     if fmt is CacheFormat.FP4_INDEX:
-        return (e2m1_values(unpack_nibbles(data)).unflatten(-1, (-1, 32)) * e8m0_values(scales)[..., None]).flatten(-2)
+        return e2m1_pairs(data).unflatten(-1, (-1, 32)).mul_(e8m0_values(scales).unsqueeze(-1)).flatten(-2)
     if fmt is CacheFormat.BF16:
         return data.contiguous().view(torch.bfloat16).float()
     return data.contiguous().view(torch.float32)
@@ -140,7 +147,7 @@ def decode_weight(weight: Tensor, scale: Tensor | None) -> Tensor:
     if scale is None:
         return weight.float()
     scales = e8m0_values(scale)
-    values = weight.float() if weight.dtype == torch.float8_e4m3fn else e2m1_values(unpack_nibbles(weight))
+    values = weight.float() if weight.dtype == torch.float8_e4m3fn else e2m1_pairs(weight)
     rows, columns = values.shape
     if scales.shape[0] != rows:
         scales = scales.repeat_interleave(32, 0)[:rows]
