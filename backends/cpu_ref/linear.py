@@ -69,11 +69,12 @@ class LinearWeight:
         """float32 [out, in]."""
         return self.expanded if self.expanded is not None else torch.cat([quant.decode_weight(*part) for part in self.parts])
 
-    def multiply(self, x: Tensor) -> Tensor:
-        """x [T, in] float32 @ weight.T -> [T, out] float32."""
-        if self.expanded is not None:
-            return matmul(x, self.expanded)
-        return torch.cat([matmul(x, block) for part in self.parts for block in _decoded_blocks(part)], 1)
+    def multiply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [T, in] float32 @ weight.T -> [T, out] float32. With `out`, T is a multiple of `ROW_MULTIPLE`."""
+        if self.expanded is None:
+            y = torch.cat([matmul(x, block) for part in self.parts for block in _decoded_blocks(part)], 1)
+            return y if out is None else out.copy_(y)
+        return matmul(x, self.expanded) if out is None else torch.mm(x, self.expanded.t(), out=out)
 
 
 def _decoded_blocks(part: QuantTensor) -> Iterator[Tensor]:

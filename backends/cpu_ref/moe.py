@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deepinfer_backends.cpu_ref.linear import LinearOps, LinearWeight
+from deepinfer_backends.cpu_ref.linear import ROW_MULTIPLE, LinearOps, LinearWeight, pad_rows
+from deepinfer_backends.cpu_ref.scalars import scalar
 from deepinfer_core.backend.types import Activation, ExpertTensors, Routing, Weight
 
 
@@ -34,45 +36,69 @@ class MoeOps(LinearOps):
 
     def moe_gate(self, x: Tensor, weight: Weight, bias: Tensor, top_k: int, scale: float) -> Routing:
         logits = self.linear(x, weight, torch.float32)
-        scores = (logits.clamp_min(0) + (-logits.abs()).exp().log1p()).sqrt()
+        softplus = logits.abs().neg_().exp_().log1p_().add_(logits.clamp_min(scalar(0.0)))
+        scores = softplus.sqrt_()
         ids = (scores + bias).sort(dim=1, descending=True, stable=True).indices[:, :top_k]
         chosen = scores.gather(1, ids)
-        return Routing(ids.int(), chosen / (chosen.sum(1, keepdim=True) + 1e-20) * scale)
+        return Routing(ids.int(), chosen.div_(chosen.sum(1, True).add_(scalar(1e-20))).mul_(scalar(scale)))
 
     def moe(self, x: Activation, routing: Routing, experts: Weight, shared: Weight | None, limit: float) -> Tensor:
         rows, top_k = routing.ids.shape
-        flat = routing.ids.flatten()
-        order = flat.sort(stable=True).indices  # rows of the same expert side by side, in row order
-        counts = torch.bincount(flat.long() + 1, minlength=len(experts.w13) + 1).tolist()
-        order, counts = order[counts[0] :], counts[1:]
-        source = order // top_k
-        out = self._experts(x[source], routing.weights.flatten()[order], counts, experts, limit)
-        total = torch.zeros(rows, top_k + 1, out.shape[1], device=out.device)
-        # Column j of a token holds the j-th of its experts by ascending id, the last column the shared expert.
-        rank = routing.ids.sort(dim=1, stable=True).indices.argsort(dim=1).flatten()[order]
-        total[source, rank] = out
+        groups = _group(routing.ids.tolist(), len(experts.w13))
+        weights = routing.weights.flatten()[torch.tensor(groups.pairs, dtype=torch.int64, device=x.device)]
+        routed = self._experts(x[torch.tensor(groups.rows, dtype=torch.int64, device=x.device)], weights, groups.sizes, experts, limit)
+        # One row of zeros behind the last stands for the experts that a token lacks.
+        routed = torch.cat((routed, routed.new_zeros(1, routed.shape[1])))
+        terms = routed[torch.tensor(groups.places, dtype=torch.int64, device=x.device)].view(rows, top_k, -1)
+        total = terms.sum(1)
         if shared is not None:
-            total[:, top_k] = self._experts(x, None, [rows], shared, limit)
-        result = total[:, 0]
-        for j in range(1, top_k + 1):
-            result = result + total[:, j]
-        return self._round(result)
+            padded = pad_rows(x)
+            total.add_(self._experts(padded, None, {0: len(padded)}, shared, limit)[:rows])
+        return self._round(total)
 
-    def _experts(self, x: Tensor, weights: Tensor | None, counts: list[int], experts: ExpertWeights, limit: float) -> Tensor:
-        """Down projections (rounded, as float32) of rows x [R, D] that lie expert by expert, counts[e] rows for expert e."""
-        gate, up = self._grouped(x, counts, experts.w13).chunk(2, 1)
-        gate = gate.clamp_max(limit)
-        a = gate / (1.0 + (-gate).exp()) * up.clamp(-limit, limit)
+    def _experts(self, x: Tensor, weights: Tensor | None, sizes: dict[int, int], experts: ExpertWeights, limit: float) -> Tensor:
+        """Down projections (rounded, as float32) of rows x [R, D] that lie expert by expert, sizes[e] rows for expert e."""
+        gate, up = self._grouped(x, sizes, experts.w13).chunk(2, 1)
+        gate = gate.clamp_max(scalar(limit))
+        a = gate.div_(gate.neg().exp_().add_(scalar(1.0))).mul_(up.clamp(scalar(-limit), scalar(limit)))
         if weights is not None:
-            a = a * weights[:, None]
-        return self._grouped(self.quantize(self._round(a)), counts, experts.w2)
+            a = a.mul_(weights.unsqueeze(1))
+        return self._grouped(self.quantize(self._round(a)), sizes, experts.w2)
 
-    def _grouped(self, x: Tensor, counts: list[int], weights: tuple[LinearWeight, ...]) -> Tensor:
-        parts, first = [], 0
-        for count, weight in zip(counts, weights, strict=True):
-            if count:
-                parts.append(weight.multiply(x[first : first + count]))
-            first += count
-        if not parts:
-            return x.new_zeros(0, weights[0].rows)
-        return self._round(torch.cat(parts)).float()
+    def _grouped(self, x: Tensor, sizes: dict[int, int], weights: tuple[LinearWeight, ...]) -> Tensor:
+        y = x.new_empty(len(x), weights[0].rows)
+        parts = tuple(sizes.values())
+        for expert, source, target in zip(sizes, x.split(parts), y.split(parts), strict=True):
+            weights[expert].multiply(source, out=target)
+        return self._round(y).float()
+
+
+class _Groups(NamedTuple):
+    """(token, expert) pairs side by side by expert, each expert's rows padded to a multiple of `ROW_MULTIPLE` with any row."""
+
+    sizes: dict[int, int]  # expert -> rows, padding included; ascending, without idle experts
+    rows: list[int]  # token of each row
+    pairs: list[int]  # pair of each row: token * top_k + column of `Routing`
+    places: list[int]  # row of each token's experts by ascending id, token by token; behind the last row where there is none
+
+
+def _group(ids: list[list[int]], count: int) -> _Groups:
+    """Groups of the chosen experts ids[token]; -1 is none."""
+    members: list[list[int]] = [[] for _ in range(count)]
+    top_k = len(ids[0]) if ids else 0
+    for token, chosen in enumerate(ids):
+        for column, expert in enumerate(chosen):
+            if expert >= 0:
+                members[expert].append(token * top_k + column)
+    sizes: dict[int, int] = {}
+    pairs: list[int] = []
+    places: list[list[int]] = [[] for _ in ids]
+    for expert, mine in enumerate(members):
+        if mine:
+            for row, pair in enumerate(mine, len(pairs)):
+                places[pair // top_k].append(row)
+            padding = -len(mine) % ROW_MULTIPLE
+            sizes[expert] = len(mine) + padding
+            pairs += mine + mine[:1] * padding
+    filled = [place for chosen in places for place in chosen + [len(pairs)] * (top_k - len(chosen))]
+    return _Groups(sizes, [pair // top_k for pair in pairs], pairs, filled)
