@@ -145,7 +145,7 @@ class AttentionOps(LinearOps):
             if not len(mine):
                 continue
             key = load_entries(keys, table[s, :, None], entry[None]).flatten(0, 1)  # [entries, dim]
-            dots = matmul(query[mine].reshape(-1, dim), key).relu_().view(len(mine), heads, width)
+            dots = matmul(query[mine].reshape(-1, dim), key.t()).relu_().view(len(mine), heads, width)
             scores[mine] = (dots * head_weights[mine][..., None]).sum(1)
         return scores
 

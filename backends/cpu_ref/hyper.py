@@ -45,7 +45,7 @@ class HyperOps(LinearOps):
         m = streams.shape[1]
         f = streams.float()
         flat = f.flatten(1)
-        mix = matmul(flat, weights.fn).mul_(inverse_rms(flat, constants.norm_eps))
+        mix = matmul(flat, weights.fn.t()).mul_(inverse_rms(flat, constants.norm_eps))
         mix = mix.mul_(weights.scale[_scale_of_column(m, streams.device)]).add_(weights.base)
         gates = sigmoid(mix[:, : 2 * m])
         comb = sinkhorn(mix[:, 2 * m :].unflatten(1, (m, m)), constants.sinkhorn_iters, constants.hc_eps)
