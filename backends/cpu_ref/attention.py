@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from deepinfer_backends.cpu_ref import quant
 from deepinfer_backends.cpu_ref.linear import LinearOps, matmul, pad_rows
+from deepinfer_backends.cpu_ref.scalars import scalar
 from deepinfer_core.backend.formats import CacheFormat, Numerics
 from deepinfer_core.backend.types import (
     CandidateSpec,
@@ -22,19 +26,37 @@ from deepinfer_core.backend.types import (
     WindowRing,
 )
 
+_LOWEST = torch.finfo(torch.float32).min
 _GATHER_VALUES = 1 << 25  # float32 values gathered at once by sparse_attention
 
 
-def rotate(x: Tensor, rope: Rope, inverse: bool = False) -> Tensor:
-    """float32 x [rows, ..., d] with its last rd dims rotated: interleaved pairs, (a, b) -> (a cos - b sin, a sin + b cos)."""
-    rd = rope.table.shape[1]
-    angles = rope.table[rope.positions].view(x.shape[0], *[1] * (x.dim() - 2), 2, rd // 2)
-    cos, sin = angles.unbind(-2)
-    if inverse:
-        sin = -sin
-    a, b = x[..., -rd:].unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
-    return torch.cat((x[..., :-rd], turned), -1)
+class Angles(NamedTuple):
+    """cos and sin of the rotation of each row, [rows, 1 ..., rd/2, 1]."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def of(cls, rope: Rope, dims: int) -> Angles:
+        """Angles for tensors of `dims` dimensions, rows first."""
+        angles = rope.table.index_select(0, rope.positions)
+        return cls(*angles.view(len(angles), *[1] * (dims - 2), 2, -1, 1).unbind(dims - 1))
+
+
+@lru_cache
+def _turn(device: torch.device, inverse: bool) -> Tensor:
+    """Signs of the sine terms of a rotated pair."""
+    return torch.tensor([1.0, -1.0] if inverse else [-1.0, 1.0], device=device)
+
+
+def rotate(x: Tensor, angles: Angles, inverse: bool = False) -> Tensor:
+    """x [rows, ..., d] with its last rd dims rotated in float32 and rounded: interleaved pairs, (a, b) -> (a cos - b sin, a sin + b cos)."""
+    result = x.clone(memory_format=torch.contiguous_format)
+    tail = result[..., -2 * angles.cos.shape[-2] :]
+    pairs = tail.float().unflatten(-1, (-1, 2))
+    swapped = pairs.flip(-1).mul_(angles.sin).mul_(_turn(x.device, inverse))
+    tail.copy_((pairs * angles.cos).add_(swapped).flatten(-2))
+    return result
 
 
 def page_entries(pages: PagedEntries) -> tuple[Tensor, Tensor]:
@@ -50,25 +72,33 @@ def page_entries(pages: PagedEntries) -> tuple[Tensor, Tensor]:
 
 def load_entries(pages: PagedEntries, page: Tensor, entry: Tensor) -> Tensor:
     """float32 [..., dim] of the entries at (page, entry), index tensors of one shape."""
-    data, scales = page_entries(pages)
-    return quant.decode(data[page, entry], scales[page, entry], pages.format)
+    if pages.sectioned:
+        data, scales = page_entries(pages)
+        return quant.decode(data[page, entry], scales[page, entry], pages.format)
+    entry_bytes, data_bytes = pages.format.entry_bytes(pages.dim), pages.format.data_bytes(pages.dim)
+    entries = pages.data[:, : pages.entries_per_page * entry_bytes].unflatten(1, (-1, entry_bytes))[page, entry]
+    return quant.decode(entries[..., :data_bytes], entries[..., data_bytes:], pages.format)
 
 
 def store_rows(values: Tensor, slots: Tensor, data: Tensor, scales: Tensor, fmt: CacheFormat) -> None:
     """Encodes float32 values [T, dim] into views [groups, n, bytes] at flat slots [T] = group*n + entry; slots < 0 are left out."""
-    keep = slots >= 0
-    slots, n = slots[keep].long(), data.shape[1]
-    encoded, encoded_scales = quant.encode(values[keep], fmt)
-    data[slots // n, slots % n] = encoded
+    kept = (slots >= scalar(0)).nonzero().view(-1)
+    if not len(kept):
+        return
+    if len(kept) < len(slots):
+        slots, values = slots[kept], values[kept]
+    slots, n = slots.long(), scalar(data.shape[1])
+    group, entry = slots // n, slots % n
+    data[group, entry], encoded_scales = quant.encode(values, fmt)
     if encoded_scales.shape[-1]:
-        scales[slots // n, slots % n] = encoded_scales
+        scales[group, entry] = encoded_scales
 
 
 class AttentionOps(LinearOps):
     """Ops of the contract's group "attention and caches"."""
 
-    def _rotated(self, x: Tensor, rope: Rope, inverse: bool = False) -> Tensor:
-        return self._round(rotate(x.float(), rope, inverse))
+    def _rotated(self, x: Tensor, rope: Rope) -> Tensor:
+        return rotate(self._round(x), Angles.of(rope, x.dim()))
 
     def window_key(self, kv: Tensor, norm_weight: Tensor, eps: float, rope: Rope) -> Tensor:
         return self._round(self.quantize(self._rotated(self.rms_norm(kv, norm_weight, eps), rope)))
@@ -154,7 +184,8 @@ class AttentionOps(LinearOps):
     ) -> Tensor:
         columns = window.index.shape[1] + (selected.index.shape[1] if selected else 0)
         step = max(1, _GATHER_VALUES // (columns * query.shape[-1]))
-        q = self._rotated(query, rope).float()
+        angles = Angles.of(rope, 3)
+        q = rotate(query, angles).float()
         parts = []
         for first in range(0, len(query), step):
             rows = slice(first, first + step)
@@ -164,48 +195,51 @@ class AttentionOps(LinearOps):
                 keys, valid = torch.cat((keys, more), 1), torch.cat((valid, also), 1)
             parts.append(self._attend(q[rows], keys, valid, sink, scale))
         out = torch.cat(parts) if parts else self._round(q)
-        return self._rotated(out, rope, inverse=True)
+        return rotate(out, angles, inverse=True)
 
     def _attend(self, q: Tensor, keys: Tensor, valid: Tensor, sink: Tensor, scale: float) -> Tensor:
         """q [t, H, hd], keys [t, c, hd], valid [t, c] -> [t, H, hd]. `c` is fixed for a layer, so rows do not influence one another."""
-        scores = torch.bmm(q, keys.transpose(1, 2)).mul_(scale).masked_fill_(~valid[:, None], -torch.inf)
-        top = scores.amax(-1, keepdim=True)
-        top = torch.where(top == -torch.inf, 0.0, top)
-        p = (scores - top).exp_()
-        total = p.sum(-1, keepdim=True) + (sink[:, None] - top).exp()
-        return self._round(torch.bmm(self._round(p).float(), keys) / total)
+        scores = torch.bmm(q, keys.transpose(1, 2)).mul_(scalar(scale)).masked_fill_(~valid.unsqueeze(1), -torch.inf)
+        top = scores.amax(-1, True).clamp_min_(scalar(_LOWEST))  # finite even for a row without keys, whose p and result are then 0
+        p = scores.sub_(top).exp_()
+        total = p.sum(-1, True).add_((sink.unsqueeze(1) - top).exp_())
+        return self._round(torch.bmm(self._round(p).float(), keys).div_(total))
 
     def _gather_window(self, window: WindowKeys, rows: slice) -> tuple[Tensor, Tensor]:
+        slots, length, _ = window.ring.data.shape
         index = window.index[rows].long()
-        ring = window.ring
-        slots, length, _ = ring.data.shape
-        keys = window.current.float()[(index - slots * length).clamp_min(0)] if len(window.current) else None
-        history = (index >= 0) & (index < slots * length)
-        if keys is None or history.any():
-            slot = torch.where(history, index, 0)
-            entries = ring.data[slot // length, slot % length]
-            data_bytes = ring.format.data_bytes(window.current.shape[1])
-            old = quant.decode(entries[..., :data_bytes], entries[..., data_bytes:], ring.format)
-            keys = old if keys is None else torch.where(history[..., None], old, keys)
-        valid = index >= 0
-        return torch.where(valid[..., None], keys, 0.0), valid
+        valid = index >= scalar(0)
+        current = index - scalar(slots * length)
+        history = valid & (current < scalar(0))
+        # The row of zeros behind the last is read for -1: for keys that are missing, or that come from the ring.
+        keys = torch.cat((window.current.float(), window.current.new_zeros(1, window.current.shape[1], dtype=torch.float32)))
+        keys = keys[current.clamp_min_(scalar(-1))]
+        if history.any():
+            slot = index.clamp(scalar(0), scalar(slots * length - 1))
+            entries = window.ring.data[slot // scalar(length), slot % scalar(length)]
+            data_bytes = window.ring.format.data_bytes(window.current.shape[1])
+            old = quant.decode(entries[..., :data_bytes], entries[..., data_bytes:], window.ring.format)
+            keys = torch.where(history.unsqueeze(-1), old, keys)
+        return keys, valid
 
     def _gather_selected(self, selected: SelectedEntries, rows: slice) -> tuple[Tensor, Tensor]:
         pages = selected.pages
+        n = scalar(pages.entries_per_page)
         index = selected.index[rows].long()
-        valid = index >= 0
-        entry = index.clamp_min(0)
-        page = pages.block_table.long()[pages.sequence[rows].long()[:, None], entry // pages.entries_per_page]
-        keys = load_entries(pages, page, entry % pages.entries_per_page)
-        return torch.where(valid[..., None], keys, 0.0), valid
+        valid = index >= scalar(0)
+        entry = index.clamp_min(scalar(0))
+        page = pages.block_table[pages.sequence[rows].unsqueeze(1), entry // n]
+        keys = load_entries(pages, page, entry % n)
+        return keys.masked_fill_(~valid.unsqueeze(-1), 0.0), valid
 
     def attention_output(self, out: Tensor, wo_a: Weight, wo_b: Weight, groups: int) -> Tensor:
-        if not len(out):
+        rows = len(out)
+        if not rows:
             return self._round(out.new_empty(0, wo_b.rows))
-        grouped = out.float().reshape(len(out), groups, -1)  # [T, g, H*hd/g]
+        grouped = pad_rows(out.float().view(rows, -1)).unflatten(1, (groups, -1))  # [T, g, H*hd/g]
         weight = wo_a.decoded().unflatten(0, (groups, -1))  # [g, o, H*hd/g]
-        z = torch.bmm(pad_rows(grouped.flatten(1)).unflatten(1, (groups, -1)).transpose(0, 1), weight.transpose(1, 2))
-        z = self._round(z.transpose(0, 1)[: len(out)].flatten(1))
+        z = torch.bmm(grouped.transpose(0, 1), weight.transpose(1, 2))
+        z = self._round(z.transpose(0, 1)[:rows]).flatten(1)
         return self.quantized_linear(self.quantize(z), wo_b)
 
 
