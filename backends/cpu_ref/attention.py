@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepinfer_backends.cpu_ref import quant
 from deepinfer_backends.cpu_ref.linear import LinearOps, matmul, pad_rows
+from deepinfer_backends.cpu_ref.quant import split_last
 from deepinfer_backends.cpu_ref.scalars import scalar
 from deepinfer_core.backend.formats import CacheFormat, Numerics
 from deepinfer_core.backend.types import (
@@ -40,7 +41,7 @@ class Angles(NamedTuple):
     def of(cls, rope: Rope, dims: int) -> Angles:
         """Angles for tensors of `dims` dimensions, rows first."""
         angles = rope.table.index_select(0, rope.positions)
-        return cls(*angles.view(len(angles), *[1] * (dims - 2), 2, -1, 1).unbind(dims - 1))
+        return cls(*angles.view(angles.shape[0], *[1] * (dims - 2), 2, -1, 1).unbind(dims - 1))
 
 
 @lru_cache
@@ -53,9 +54,9 @@ def rotate(x: Tensor, angles: Angles, inverse: bool = False) -> Tensor:
     """x [rows, ..., d] with its last rd dims rotated in float32 and rounded: interleaved pairs, (a, b) -> (a cos - b sin, a sin + b cos)."""
     result = x.clone(memory_format=torch.contiguous_format)
     tail = result[..., -2 * angles.cos.shape[-2] :]
-    pairs = tail.float().unflatten(-1, (-1, 2))
+    pairs = split_last(tail.float(), 2)
     swapped = pairs.flip(-1).mul_(angles.sin).mul_(_turn(x.device, inverse))
-    tail.copy_((pairs * angles.cos).add_(swapped).flatten(-2))
+    tail.copy_((pairs * angles.cos).add_(swapped).view(tail.shape))
     return result
 
 
@@ -83,9 +84,9 @@ def load_entries(pages: PagedEntries, page: Tensor, entry: Tensor) -> Tensor:
 def store_rows(values: Tensor, slots: Tensor, data: Tensor, scales: Tensor, fmt: CacheFormat) -> None:
     """Encodes float32 values [T, dim] into views [groups, n, bytes] at flat slots [T] = group*n + entry; slots < 0 are left out."""
     kept = (slots >= scalar(0)).nonzero().view(-1)
-    if not len(kept):
+    if not kept.shape[0]:
         return
-    if len(kept) < len(slots):
+    if kept.shape[0] < slots.shape[0]:
         slots, values = slots[kept], values[kept]
     slots, n = slots.long(), scalar(data.shape[1])
     group, entry = slots // n, slots % n
@@ -187,14 +188,14 @@ class AttentionOps(LinearOps):
         angles = Angles.of(rope, 3)
         q = rotate(query, angles).float()
         parts = []
-        for first in range(0, len(query), step):
+        for first in range(0, query.shape[0], step):
             rows = slice(first, first + step)
             keys, valid = self._gather_window(window, rows)
             if selected:
                 more, also = self._gather_selected(selected, rows)
                 keys, valid = torch.cat((keys, more), 1), torch.cat((valid, also), 1)
             parts.append(self._attend(q[rows], keys, valid, sink, scale))
-        out = torch.cat(parts) if parts else self._round(q)
+        out = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self._round(q)
         return rotate(out, angles, inverse=True)
 
     def _attend(self, q: Tensor, keys: Tensor, valid: Tensor, sink: Tensor, scale: float) -> Tensor:
@@ -233,13 +234,13 @@ class AttentionOps(LinearOps):
         return keys.masked_fill_(~valid.unsqueeze(-1), 0.0), valid
 
     def attention_output(self, out: Tensor, wo_a: Weight, wo_b: Weight, groups: int) -> Tensor:
-        rows = len(out)
+        rows = out.shape[0]
         if not rows:
             return self._round(out.new_empty(0, wo_b.rows))
-        grouped = pad_rows(out.float().view(rows, -1)).unflatten(1, (groups, -1))  # [T, g, H*hd/g]
-        weight = wo_a.decoded().unflatten(0, (groups, -1))  # [g, o, H*hd/g]
-        z = torch.bmm(grouped.transpose(0, 1), weight.transpose(1, 2))
-        z = self._round(z.transpose(0, 1)[:rows]).flatten(1)
+        padded = pad_rows(out.float().flatten(1))
+        grouped = padded.view(padded.shape[0], groups, -1).transpose(0, 1)  # [g, T, H*hd/g]
+        weight = wo_a.decoded().unflatten(0, (groups, -1)).transpose(1, 2)  # [g, H*hd/g, o]
+        z = self._round(torch.bmm(grouped, weight).transpose(0, 1)[:rows]).flatten(1)
         return self.quantized_linear(self.quantize(z), wo_b)
 
 

@@ -48,7 +48,7 @@ class HyperOps(LinearOps):
         mix = matmul(flat, weights.fn.t()).mul_(inverse_rms(flat, constants.norm_eps))
         mix = mix.mul_(weights.scale[_scale_of_column(m, streams.device)]).add_(weights.base)
         gates = sigmoid(mix[:, : 2 * m])
-        comb = sinkhorn(mix[:, 2 * m :].unflatten(1, (m, m)), constants.sinkhorn_iters, constants.hc_eps)
+        comb = sinkhorn(mix[:, 2 * m :].reshape(-1, m, m), constants.sinkhorn_iters, constants.hc_eps)
         x = self.rms_norm(self._collapse(f, pre), norm_weight, constants.norm_eps)
         return HcInput(x, self.quantize(x), gates[:, :m] + scalar(constants.hc_eps), gates[:, m:] * scalar(2.0), comb)
 

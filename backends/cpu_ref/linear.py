@@ -44,8 +44,9 @@ def _zero_rows(rows: int, columns: int, device: torch.device) -> Tensor:
 
 def matmul(x: Tensor, y: Tensor) -> Tensor:
     """x [T, k] @ y [k, n] in float32, each row bitwise independent of the others."""
+    rows = x.shape[0]
     product = torch.mm(pad_rows(x), y)
-    return product if len(product) == len(x) else product[: len(x)]
+    return product[:rows] if rows % ROW_MULTIPLE else product
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:

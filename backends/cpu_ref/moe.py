@@ -45,15 +45,16 @@ class MoeOps(LinearOps):
     def moe(self, x: Activation, routing: Routing, experts: Weight, shared: Weight | None, limit: float) -> Tensor:
         rows, top_k = routing.ids.shape
         groups = _group(routing.ids.tolist(), len(experts.w13))
-        weights = routing.weights.flatten()[torch.tensor(groups.pairs, dtype=torch.int64, device=x.device)]
-        routed = self._experts(x[torch.tensor(groups.rows, dtype=torch.int64, device=x.device)], weights, groups.sizes, experts, limit)
-        # One row of zeros behind the last stands for the experts that a token lacks.
-        routed = torch.cat((routed, routed.new_zeros(1, routed.shape[1])))
-        terms = routed[torch.tensor(groups.places, dtype=torch.int64, device=x.device)].view(rows, top_k, -1)
-        total = terms.sum(1)
+        index = torch.tensor(groups.tokens + groups.pairs + groups.places, dtype=torch.int64, device=x.device)
+        tokens, pairs, places = index.split_with_sizes((len(groups.tokens), len(groups.pairs), len(groups.places)))
+        weights = routing.weights.flatten().index_select(0, pairs)
+        routed = self._experts(x.index_select(0, tokens), weights, groups.sizes, experts, limit)
+        if groups.has_gaps:
+            routed = torch.cat((routed, routed.new_zeros(1, routed.shape[1])))
+        total = routed.index_select(0, places).view(rows, top_k, routed.shape[1]).sum(1)
         if shared is not None:
             padded = pad_rows(x)
-            total.add_(self._experts(padded, None, {0: len(padded)}, shared, limit)[:rows])
+            total.add_(self._experts(padded, None, {0: padded.shape[0]}, shared, limit)[:rows])
         return self._round(total)
 
     def _experts(self, x: Tensor, weights: Tensor | None, sizes: dict[int, int], experts: ExpertWeights, limit: float) -> Tensor:
@@ -66,20 +67,21 @@ class MoeOps(LinearOps):
         return self._grouped(self.quantize(self._round(a)), sizes, experts.w2)
 
     def _grouped(self, x: Tensor, sizes: dict[int, int], weights: tuple[LinearWeight, ...]) -> Tensor:
-        y = x.new_empty(len(x), weights[0].rows)
+        y = x.new_empty(x.shape[0], weights[0].rows)
         parts = tuple(sizes.values())
-        for expert, source, target in zip(sizes, x.split(parts), y.split(parts), strict=True):
+        for expert, source, target in zip(sizes, x.split_with_sizes(parts), y.split_with_sizes(parts), strict=True):
             weights[expert].multiply(source, out=target)
         return self._round(y).float()
 
 
 class _Groups(NamedTuple):
-    """(token, expert) pairs side by side by expert, each expert's rows padded to a multiple of `ROW_MULTIPLE` with any row."""
+    """(token, expert) pairs side by side by expert, each expert's rows padded to a multiple of `ROW_MULTIPLE` with its first pair."""
 
     sizes: dict[int, int]  # expert -> rows, padding included; ascending, without idle experts
-    rows: list[int]  # token of each row
+    tokens: list[int]  # token of each row
     pairs: list[int]  # pair of each row: token * top_k + column of `Routing`
-    places: list[int]  # row of each token's experts by ascending id, token by token; behind the last row where there is none
+    places: list[int]  # row of each token's experts by ascending id, token by token; one behind the last row where there is none
+    has_gaps: bool  # a token has fewer than top_k experts
 
 
 def _group(ids: list[list[int]], count: int) -> _Groups:
@@ -92,13 +94,13 @@ def _group(ids: list[list[int]], count: int) -> _Groups:
                 members[expert].append(token * top_k + column)
     sizes: dict[int, int] = {}
     pairs: list[int] = []
-    places: list[list[int]] = [[] for _ in ids]
+    rows: list[list[int]] = [[] for _ in ids]
     for expert, mine in enumerate(members):
         if mine:
             for row, pair in enumerate(mine, len(pairs)):
-                places[pair // top_k].append(row)
+                rows[pair // top_k].append(row)
             padding = -len(mine) % ROW_MULTIPLE
             sizes[expert] = len(mine) + padding
             pairs += mine + mine[:1] * padding
-    filled = [place for chosen in places for place in chosen + [len(pairs)] * (top_k - len(chosen))]
-    return _Groups(sizes, [pair // top_k for pair in pairs], pairs, filled)
+    places = [row for mine in rows for row in mine + [len(pairs)] * (top_k - len(mine))]
+    return _Groups(sizes, [pair // top_k for pair in pairs], pairs, places, any(len(mine) < top_k for mine in rows))

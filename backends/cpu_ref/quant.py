@@ -15,6 +15,9 @@ from deepinfer_core.backend.formats import CacheFormat
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 FP8_AMAX_FLOOR = 1e-4  # smallest block maximum of an FP8 activation block
+_EXPONENT = 0x7F800000  # exponent bits of a float32
+# 2^ceil(log2(amax / 448)), 448 = 1.75 * 2^8, is the power of two of `amax`, one more if its mantissa exceeds 1.75, eight less.
+_FP8_SCALE = 0x1FFFFF - (8 << 23)
 FP4_INDEX_AMAX_FLOOR = 6.0 * 2.0**-126
 FP4_AMAX_FLOOR = 6.0 * 2.0**-9
 
@@ -26,16 +29,26 @@ _E2M1_BOUNDS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 _E2M1_BOUNDS[1::2] = torch.nextafter(_E2M1_BOUNDS[1::2], torch.zeros(3))
 
 
+def split_last(x: Tensor, size: int) -> Tensor:
+    """x [..., d] as [..., d/size, size]."""
+    return x.reshape(*x.shape[:-1], -1, size)  # Tensor.unflatten is a Python function, and slower
+
+
 def power_of_two_at_least(x: Tensor) -> Tensor:
     """The smallest power of two >= x, for float32 x that is positive and normal: adds a full mantissa, keeps the exponent."""
-    return x.view(torch.int32).add(scalar(0x7FFFFF)).bitwise_and_(scalar(0x7F800000)).view(torch.float32)
+    return x.view(torch.int32).add(scalar(0x7FFFFF)).bitwise_and_(scalar(_EXPONENT)).view(torch.float32)
+
+
+def _blocks(x: Tensor, size: int, floor: float) -> tuple[Tensor, Tensor]:
+    """(x [..., d] seen as [..., d/size, size], largest magnitude of each block, at least `floor`: [..., d/size, 1])."""
+    blocks = split_last(x, size)
+    return blocks, blocks.abs().amax(-1, True).clamp_min_(scalar(floor))
 
 
 def fp8_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     """(values divided by their scale [..., d/32, 32], scales [..., d/32, 1]) of float32 x [..., d] by the FP8 activation rule."""
-    blocks = x.unflatten(-1, (-1, 32))
-    amax = blocks.abs().amax(-1, True).clamp_min_(scalar(FP8_AMAX_FLOOR))
-    scale = power_of_two_at_least(amax.mul_(scalar(1.0 / E4M3_MAX)))
+    blocks, amax = _blocks(x, 32, FP8_AMAX_FLOOR)
+    scale = amax.view(torch.int32).add_(scalar(_FP8_SCALE)).bitwise_and_(scalar(_EXPONENT)).view(torch.float32)
     return blocks / scale, scale
 
 
@@ -47,8 +60,8 @@ def fake_fp8(x: Tensor) -> Tensor:
 
 def e2m1_codes(x: Tensor) -> Tensor:
     """Codes 0..15 of float32 x rounded to the nearest e2m1 value, saturating at 6, ties to the even code. uint8, same shape."""
-    magnitude = torch.bucketize(x.abs(), _E2M1_BOUNDS.to(x.device))
-    return (magnitude + 8 * torch.signbit(x)).to(torch.uint8)
+    magnitude = torch.bucketize(x.abs(), _E2M1_BOUNDS.to(x.device), out_int32=True)
+    return magnitude.add_(torch.signbit(x), alpha=8).to(dtype=torch.uint8)
 
 
 def e2m1_values(codes: Tensor) -> Tensor:
@@ -58,16 +71,14 @@ def e2m1_values(codes: Tensor) -> Tensor:
 
 def fp4_index_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     """(codes [..., d/32, 32], scales [..., d/32, 1]) of float32 x: power-of-two scales, rule of index queries and keys."""
-    blocks = x.unflatten(-1, (-1, 32))
-    amax = blocks.abs().amax(-1, True).clamp_min_(scalar(FP4_INDEX_AMAX_FLOOR))
+    blocks, amax = _blocks(x, 32, FP4_INDEX_AMAX_FLOOR)
     scale = power_of_two_at_least(amax.mul_(scalar(1.0 / E2M1_MAX)))
     return e2m1_codes(blocks / scale), scale
 
 
 def fp4_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     """(codes [..., d/16, 16], scales [..., d/16, 1] e4m3) of float32 x: rule of compressed entries."""
-    blocks = x.unflatten(-1, (-1, 16))
-    amax = blocks.abs().amax(-1, True).clamp_min_(scalar(FP4_AMAX_FLOOR))
+    blocks, amax = _blocks(x, 16, FP4_AMAX_FLOOR)
     scale = amax.div_(scalar(E2M1_MAX)).clamp_max_(scalar(E4M3_MAX)).to(dtype=torch.float8_e4m3fn)
     return e2m1_codes((blocks / scale.float()).clamp_(-E2M1_MAX, E2M1_MAX)), scale
 
@@ -131,12 +142,12 @@ def encode(values: Tensor, fmt: CacheFormat) -> tuple[Tensor, Tensor]:
 def decode(data: Tensor, scales: Tensor, fmt: CacheFormat) -> Tensor:
     """float32 entries [..., dim] of data and scales [..., bytes] uint8. Inverse of `encode` on values that lie on the grid."""
     if fmt is CacheFormat.FP8:
-        return data.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, 32)).mul_(e8m0_values(scales).unsqueeze(-1)).flatten(-2)
+        return split_last(data.view(torch.float8_e4m3fn).float(), 32).mul_(e8m0_values(scales).unsqueeze(-1)).flatten(-2)
     if fmt is CacheFormat.FP4:
         scale = scales.view(torch.float8_e4m3fn).float().unsqueeze(-1)
-        return e2m1_pairs(data).unflatten(-1, (-1, 16)).mul_(scale).flatten(-2)
+        return split_last(e2m1_pairs(data), 16).mul_(scale).flatten(-2)
     if fmt is CacheFormat.FP4_INDEX:
-        return e2m1_pairs(data).unflatten(-1, (-1, 32)).mul_(e8m0_values(scales).unsqueeze(-1)).flatten(-2)
+        return split_last(e2m1_pairs(data), 32).mul_(e8m0_values(scales).unsqueeze(-1)).flatten(-2)
     if fmt is CacheFormat.BF16:
         return data.contiguous().view(torch.bfloat16).float()
     return data.contiguous().view(torch.float32)
