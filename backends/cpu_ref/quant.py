@@ -16,8 +16,6 @@ E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 FP8_AMAX_FLOOR = 1e-4  # smallest block maximum of an FP8 activation block
 _EXPONENT = 0x7F800000  # exponent bits of a float32
-# 2^ceil(log2(amax / 448)), 448 = 1.75 * 2^8, is the power of two of `amax`, one more if its mantissa exceeds 1.75, eight less.
-_FP8_SCALE = 0x1FFFFF - (8 << 23)
 FP4_INDEX_AMAX_FLOOR = 6.0 * 2.0**-126
 FP4_AMAX_FLOOR = 6.0 * 2.0**-9
 
@@ -45,17 +43,33 @@ def _blocks(x: Tensor, size: int, floor: float) -> tuple[Tensor, Tensor]:
     return blocks, blocks.abs().amax(-1, True).clamp_min_(scalar(floor))
 
 
+def _fp8_scale(amax: Tensor) -> Tensor:
+    """2^ceil(log2(amax / 448)). As 448 = 1.75 * 2^8: the power of two of `amax`, one more if its mantissa exceeds 1.75, eight less."""
+    return amax.view(torch.int32).add(scalar(0x1FFFFF - (8 << 23))).bitwise_and_(scalar(_EXPONENT)).view(torch.float32)
+
+
 def fp8_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     """(values divided by their scale [..., d/32, 32], scales [..., d/32, 1]) of float32 x [..., d] by the FP8 activation rule."""
     blocks, amax = _blocks(x, 32, FP8_AMAX_FLOOR)
-    scale = amax.view(torch.int32).add_(scalar(_FP8_SCALE)).bitwise_and_(scalar(_EXPONENT)).view(torch.float32)
+    scale = _fp8_scale(amax)
     return blocks / scale, scale
 
 
+def _round_mantissa(x: Tensor, bits: int, smallest: Tensor) -> Tensor:
+    """float32 x rounded to `bits` bits after the leading one, ties to even; below the power of two `smallest` to its spacing.
+
+    Adding and subtracting a number of 1.5 * 2^n, n large enough, lets the addition round. For |x| < 2^100.
+    """
+    power = torch.maximum(x.view(torch.int32).bitwise_and(scalar(_EXPONENT)).view(torch.float32), smallest)
+    offset = power.mul_(scalar(1.5 * 2.0 ** (23 - bits)))
+    return (x + offset).sub_(offset)
+
+
 def fake_fp8(x: Tensor) -> Tensor:
-    """x [..., d] float32 on the FP8 grid: e4m3 values times a power of two per 32."""
-    q, scale = fp8_blocks(x)
-    return q.to(dtype=torch.float8_e4m3fn).float().mul_(scale).flatten(-2)
+    """x [..., d] float32 on the FP8 grid: e4m3 values times a power of two per 32. Zeros are positive."""
+    blocks, amax = _blocks(x, 32, FP8_AMAX_FLOOR)
+    # Casts to float8 and back give the same, element by element, in ten times the time.
+    return _round_mantissa(blocks, 3, _fp8_scale(amax).mul_(scalar(2.0**-6))).view(x.shape)
 
 
 def e2m1_codes(x: Tensor) -> Tensor:
@@ -84,9 +98,9 @@ def fp4_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fake_fp4_index(x: Tensor) -> Tensor:
-    """x [..., d] float32 on the grid of index queries and keys."""
-    codes, scale = fp4_index_blocks(x)
-    return (e2m1_values(codes) * scale).flatten(-2)
+    """x [..., d] float32 on the grid of index queries and keys. Zeros are positive."""
+    blocks, amax = _blocks(x, 32, FP4_INDEX_AMAX_FLOOR)
+    return _round_mantissa(blocks, 1, power_of_two_at_least(amax.mul_(scalar(1.0 / E2M1_MAX)))).view(x.shape)
 
 
 def fake_fp4(x: Tensor) -> Tensor:
