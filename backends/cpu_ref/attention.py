@@ -51,7 +51,7 @@ def _turn(device: torch.device, inverse: bool) -> Tensor:
 
 
 def rotate(x: Tensor, angles: Angles, inverse: bool = False) -> Tensor:
-    """x [rows, ..., d] with its last rd dims rotated in float32 and rounded: interleaved pairs, (a, b) -> (a cos - b sin, a sin + b cos)."""
+    """x [rows, ..., d] with its last rd dims rotated in float32, then rounded: pairs (a, b) become (a cos - b sin, a sin + b cos)."""
     result = x.clone(memory_format=torch.contiguous_format)
     tail = result[..., -2 * angles.cos.shape[-2] :]
     pairs = split_last(tail.float(), 2)
@@ -176,7 +176,7 @@ class AttentionOps(LinearOps):
             if not len(mine):
                 continue
             key = load_entries(keys, table[s, :, None], entry[None]).flatten(0, 1)  # [entries, dim]
-            dots = matmul(query[mine].reshape(-1, dim), key.t()).relu_().view(len(mine), heads, width)
+            dots = matmul(query[mine].reshape(-1, dim), key).relu_().view(len(mine), heads, width)
             scores[mine] = (dots * head_weights[mine][..., None]).sum(1)
         return scores
 

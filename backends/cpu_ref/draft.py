@@ -18,4 +18,4 @@ class DraftOps(LinearOps):
 
     def confidence(self, hidden: Tensor, previous: Tensor, embed: Tensor, weight: Tensor, temperature: float) -> Tensor:
         features = torch.cat((hidden.float(), embed[previous].float()), 1)
-        return sigmoid((matmul(features, weight.float().t())[:, 0] / temperature).clamp(-60.0, 60.0))
+        return sigmoid((matmul(features, weight.float())[:, 0] / temperature).clamp(-60.0, 60.0))

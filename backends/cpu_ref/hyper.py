@@ -13,7 +13,7 @@ from deepinfer_core.backend.types import HcConstants, HcInput, HcWeights
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)) of float32 x. torch.sigmoid differs by an ulp between vector and scalar loops, so a row's value would depend on its place."""
+    """1 / (1 + exp(-x)). torch.sigmoid differs by an ulp between vector and scalar loops, so a row's value would depend on its place."""
     return x.neg().exp_().add_(scalar(1.0)).reciprocal_()
 
 
@@ -45,7 +45,7 @@ class HyperOps(LinearOps):
         m = streams.shape[1]
         f = streams.float()
         flat = f.flatten(1)
-        mix = matmul(flat, weights.fn.t()).mul_(inverse_rms(flat, constants.norm_eps))
+        mix = matmul(flat, weights.fn).mul_(inverse_rms(flat, constants.norm_eps))
         mix = mix.mul_(weights.scale[_scale_of_column(m, streams.device)]).add_(weights.base)
         gates = sigmoid(mix[:, : 2 * m])
         comb = sinkhorn(mix[:, 2 * m :].reshape(-1, m, m), constants.sinkhorn_iters, constants.hc_eps)

@@ -21,7 +21,7 @@ block of rows at a time when used: slower, but a layer of released size then fit
 _BLOCK_ROWS = 1024
 
 _NARROW = 32
-"""Outputs from which on a decoded weight is laid out [in, out]. When x has few rows, BLAS then reads it in order: 1.5 times as fast.
+"""Outputs from which on a decoded weight lies in memory as [in, out]. When x has few rows, BLAS then reads it in order: 1.5 times as fast.
 For very few outputs BLAS has other routines, with another order of additions, and nothing to gain."""
 
 ROW_MULTIPLE = 8
@@ -42,10 +42,10 @@ def _zero_rows(rows: int, columns: int, device: torch.device) -> Tensor:
     return torch.zeros(rows, columns, device=device)
 
 
-def matmul(x: Tensor, y: Tensor) -> Tensor:
-    """x [T, k] @ y [k, n] in float32, each row bitwise independent of the others."""
+def matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, k] @ weight [n, k].T in float32, each row bitwise independent of the others."""
     rows = x.shape[0]
-    product = torch.mm(pad_rows(x), y)
+    product = torch.mm(pad_rows(x), weight.t())
     return product[:rows] if rows % ROW_MULTIPLE else product
 
 
@@ -56,11 +56,11 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 @dataclass(frozen=True)
 class LinearWeight:
-    """A prepared weight: stacked parts, decoded or as stored."""
+    """A prepared weight: stacked parts, decoded (`expanded`) or as stored."""
 
     rows: int  # outputs
-    parts: tuple[QuantTensor, ...]  # as stored; empty if decoded
-    transposed: Tensor | None  # float32 [in, out]
+    parts: tuple[QuantTensor, ...]  # as stored; empty if expanded
+    expanded: Tensor | None  # float32 [out, in]
 
     @classmethod
     def of(cls, parts: Sequence[QuantTensor]) -> LinearWeight:
@@ -68,19 +68,19 @@ class LinearWeight:
         columns = parts[0].weight.shape[1] * (2 if parts[0].weight.dtype == torch.int8 else 1)
         if rows * columns * 4 > EXPANDED_LIMIT:
             return cls(rows, tuple(parts), None)
-        weight = torch.cat([quant.decode_weight(*part) for part in parts]).t()
-        return cls(rows, (), weight if rows < _NARROW else weight.contiguous())
+        weight = torch.cat([quant.decode_weight(*part) for part in parts])
+        return cls(rows, (), weight if rows < _NARROW else weight.t().contiguous().t())
 
     def decoded(self) -> Tensor:
         """float32 [out, in]."""
-        return self.transposed.t() if self.transposed is not None else torch.cat([quant.decode_weight(*part) for part in self.parts])
+        return self.expanded if self.expanded is not None else torch.cat([quant.decode_weight(*part) for part in self.parts])
 
     def multiply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [T, in] float32 @ weight.T -> [T, out] float32. With `out`, T is a multiple of `ROW_MULTIPLE`."""
-        if self.transposed is None:
-            y = torch.cat([matmul(x, block.t()) for part in self.parts for block in _decoded_blocks(part)], 1)
+        if self.expanded is None:
+            y = torch.cat([matmul(x, block) for part in self.parts for block in _decoded_blocks(part)], 1)
             return y if out is None else out.copy_(y)
-        return matmul(x, self.transposed) if out is None else torch.mm(x, self.transposed, out=out)
+        return matmul(x, self.expanded) if out is None else torch.mm(x, self.expanded.t(), out=out)
 
 
 def _decoded_blocks(part: QuantTensor) -> Iterator[Tensor]:
