@@ -31,6 +31,9 @@ class RandomCost:
     def step_ms(self, rows: np.ndarray, requests: int) -> np.ndarray:
         return np.array([self.rng.choice([1.0, 2.0, 5.0, np.inf]) for _ in rows])
 
+    def plain_ms(self, requests: int) -> float:
+        return self.rng.choice([0.1, 1.0, 5.0])
+
 
 class Driver:
     """Feeds one scheduler at random and checks it after every step."""
