@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from deepinfer_backends.cpu_ref import quant
 from deepinfer_core.backend.capabilities import Capabilities
 from deepinfer_core.backend.formats import CacheFormat, Numerics
 from deepinfer_core.backend.kernels import OPS
-from deepinfer_core.conformance import grids, trees
+from deepinfer_core.conformance import grids, op_docs, trees
 from deepinfer_core.conformance.analysis import Approx, Arithmetic, exact
 from deepinfer_core.conformance.bench import PRESETS
 from deepinfer_core.conformance.claims_level import proofs
@@ -19,6 +21,7 @@ from deepinfer_core.conformance.describe import case_seed, descriptions
 from deepinfer_core.conformance.expect import ranking, worst
 from deepinfer_core.conformance.generate import Draw, picker
 from deepinfer_core.conformance.poison import PoisonedAllocations
+from deepinfer_core.conformance.results import LEVELS
 
 FORMATS = list(CacheFormat)
 
@@ -149,3 +152,13 @@ def test_copies_keep_strides_and_shared_storage():
     copy["a"][1, 0] = 99
     assert copy["b"][0, 0] == 99
     assert x[1, 0] == 2
+
+
+def test_the_page_of_ops_is_current():
+    page = Path(__file__).parents[2] / "docs" / "ops.md"
+    assert page.read_text(encoding="utf-8") == op_docs.page(), "run: python -m deepinfer_core.conformance.op_docs > docs/ops.md"
+
+
+def test_the_guide_names_every_level_and_claim():
+    text = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in text for name in (*LEVELS, *Capabilities.model_fields))
