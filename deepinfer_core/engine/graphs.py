@@ -134,7 +134,8 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _run(self, bucket: _Bucket) -> None:
-        inputs = completed(bucket.inputs, self.previous, bucket.spread if self._options.drafts else None)
+        drafts = self._options.drafts > 0
+        inputs = completed(bucket.inputs, self.previous, bucket.spread if drafts else None, one_row=not drafts)
         bucket.result = StepRun(inputs, self._forward(inputs.sequences))
 
     def _warm(self, bucket: _Bucket) -> dict[str, Tensor]:

@@ -160,7 +160,8 @@ class Runner:
             return {}
         own = StepSize.of(plan)
         inputs = unpacked(self._upload(packed(plan, own)), own)
-        handle.inputs = completed(inputs, last, query_len)
+        one_row = query_len is None and own.rows == own.sequences and not plan.is_prefill.any()
+        handle.inputs = completed(inputs, last, query_len, one_row)
         sequences = handle.inputs.sequences
         truncation = self._truncation(plan, inputs.keep_from, sequences.query_len)
         handle.forward = self._run_model(replace(sequences, truncation=truncation) if truncation else sequences)

@@ -82,11 +82,11 @@ def unpacked(buffer: Tensor, size: StepSize) -> PlanInputs:
     return PlanInputs(**numbers, **views)
 
 
-def completed(inputs: PlanInputs, previous: DeviceStep | None, spread: Tensor | None = None) -> CompletedInputs:
+def completed(inputs: PlanInputs, previous: DeviceStep | None, spread: Tensor | None = None, one_row: bool = False) -> CompletedInputs:
     """Replaces what the host did not know: see the module docstring of `deepinfer_core.engine.plan`.
 
     previous: results of the step before; None if no sequence has `remap` >= 0. spread int64 [S]: rows of each sequence as the device
-    chose them; None: as planned.
+    chose them; None: as planned. one_row: the caller promises that every sequence has exactly one row.
     """
     start, history, tokens = inputs.start, inputs.history, inputs.tokens
     query_len = inputs.query_len if spread is None else spread
@@ -98,8 +98,11 @@ def completed(inputs: PlanInputs, previous: DeviceStep | None, spread: Tensor | 
             start = start - (inputs.pending_drafts - accepted)
             ids = torch.cat((history, previous.verified[source]), 1)
             history = ids.gather(1, accepted[:, None] + torch.arange(history.shape[1], device=ids.device))
-        made = torch.cat((previous.tokens[:, None], previous.drafts), 1)[source]
-        tokens = _completed_tokens(inputs, spread, known, made)
+        if one_row:
+            tokens = torch.where(known, tokens, previous.tokens[source])
+        else:
+            made = torch.cat((previous.tokens[:, None], previous.drafts), 1)[source]
+            tokens = _completed_tokens(inputs, spread, known, made)
     sequences = SequenceInputs(
         query_len=query_len,
         start=start,
@@ -109,6 +112,7 @@ def completed(inputs: PlanInputs, previous: DeviceStep | None, spread: Tensor | 
         write_start=inputs.write_start,
         history=history,
         tokens=tokens.clamp_min(0),  # a draft that does not exist is never accepted: any id will do
+        one_row=one_row,
     )
     return CompletedInputs(sequences, tokens)
 
