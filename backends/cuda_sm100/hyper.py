@@ -19,6 +19,14 @@ from deepinfer_core.backend.types import HcConstants, HcInput, HcWeights
 _CHANNELS = 64  # channels of one slice
 
 
+@triton.jit
+def _truncated(x):
+    """(bfloat16 of the upper half of x's bits, the exact rest). Three of them hold all 24 bits of a float32; no conversion unit is used."""
+    bits = x.to(tl.int32, bitcast=True)
+    upper = bits & -65536
+    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), x - upper.to(tl.float32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _mix_kernel(
     streams, pre, fn, parts, x, rows, size, stride, COLUMNS: tl.constexpr, M: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
@@ -39,10 +47,9 @@ def _mix_kernel(
         collapsed += tl.load(pre + r * M + j, mask=r < rows, other=0.0)[:, None] * f
         at = fn + column[:, None] * (M * size) + j * size + channel[None, :]
         weight = tl.load(at, mask=(column < COLUMNS)[:, None] & (channel < size)[None, :], other=0.0)
-        high = weight.to(tl.bfloat16)
-        rest = weight - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        high, rest = _truncated(weight)
+        middle, rest = _truncated(rest)
+        low, _ = _truncated(rest)
         turned = tl.trans(s)
         mix = tl.dot(low, turned, mix)
         mix = tl.dot(middle, turned, mix)
@@ -59,47 +66,66 @@ def _mix_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def _finish_kernel(
     parts, base, scale, norm_weight, x, values, scales, pre, post, comb, rows, size, slices, norm_eps, hc_eps,
-    COLUMNS: tl.constexpr, M: tl.constexpr, W: tl.constexpr, P: tl.constexpr, ITERATIONS: tl.constexpr, BLOCK: tl.constexpr,
-    SCALED: tl.constexpr,
+    COLUMNS: tl.constexpr, M: tl.constexpr, W: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr, ITERATIONS: tl.constexpr,
+    BLOCK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """One row. Program (row, 0): norm and quantisation of the collapsed x, in place. Program (row, 1): the coefficients."""
-    row = tl.program_id(0)
-    piece = tl.arange(0, P)
-    column = tl.arange(0, W)
-    at = parts + (piece.to(tl.int64) * rows + row)[:, None] * W + column[None, :]
-    sums = tl.sum(tl.load(at, mask=(piece < slices)[:, None], other=0.0), 0)
-    if tl.program_id(1) == 0:
+    """Programs 0 .. rows-1: norm and quantisation of one row of the collapsed x, in place. The others: coefficients of GROUP rows each."""
+    program = tl.program_id(0)
+    if program < rows:
+        piece = tl.arange(0, P)
+        at = parts + (piece.to(tl.int64) * rows + program) * W + COLUMNS + 1
+        mean = tl.sum(tl.load(at, mask=piece < slices, other=0.0), 0) / size
         c = tl.arange(0, BLOCK)
-        mean = tl.sum(tl.where(column == COLUMNS + 1, sums, 0.0), 0) / size
-        f = tl.load(x + row.to(tl.int64) * size + c, mask=c < size, other=0.0).to(tl.float32)
+        f = tl.load(x + program.to(tl.int64) * size + c, mask=c < size, other=0.0).to(tl.float32)
         f = f * tl.rsqrt(mean + norm_eps) * tl.load(norm_weight + c, mask=c < size, other=0.0).to(tl.float32)
         rounded = f.to(tl.bfloat16)
-        tl.store(x + row.to(tl.int64) * size + c, rounded, mask=c < size)
-        store_quantized(rounded.to(tl.float32), values, scales, row, 0, size, BLOCK, SCALED)
+        tl.store(x + program.to(tl.int64) * size + c, rounded, mask=c < size)
+        store_quantized(rounded.to(tl.float32), values, scales, program, 0, size, BLOCK, SCALED)
     else:
-        rstd = tl.rsqrt(tl.sum(tl.where(column == COLUMNS, sums, 0.0), 0) / (M * size) + norm_eps)
-        gate = tl.minimum(column // M, 1)
-        z = sums * rstd * tl.load(scale + gate) + tl.load(base + column, mask=column < COLUMNS, other=0.0)
-        g = 1.0 / (1.0 + tl.exp(-z))
-        tl.store(pre + row * M + column, g + hc_eps, mask=column < M)
-        tl.store(post + row * M + column - M, 2.0 * g, mask=(column >= M) & (column < 2 * M))
-        j = tl.arange(0, M)
-        cell = 2 * M + j[:, None] * M + j[None, :]
-        cells = parts + (piece.to(tl.int64) * rows + row)[:, None, None] * W + cell[None, :, :]
-        matrix = tl.sum(tl.load(cells, mask=(piece < slices)[:, None, None], other=0.0), 0)
-        matrix = matrix * rstd * tl.load(scale + 2) + tl.load(base + cell)
-        matrix = _sinkhorn(matrix, hc_eps, ITERATIONS)
-        tl.store(comb + row * (M * M) + j[:, None] * M + j[None, :], matrix)
+        row = (program - rows) * GROUP + tl.arange(0, GROUP)
+        _coefficients(
+            parts, base, scale, pre, post, comb, row, rows, size, slices, norm_eps, hc_eps, COLUMNS, M, W, P, GROUP, ITERATIONS
+        )  # fmt: skip
+
+
+@triton.jit
+def _coefficients(
+    parts, base, scale, pre, post, comb, row, rows, size, slices, norm_eps, hc_eps,
+    COLUMNS: tl.constexpr, M: tl.constexpr, W: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr, ITERATIONS: tl.constexpr,
+):  # fmt: skip
+    """pre, post and comb of GROUP rows, from the sums over slices. STEP slices are read at once."""
+    STEP: tl.constexpr = P if GROUP == 1 else 8
+    column, j = tl.arange(0, W), tl.arange(0, M)
+    cell = 2 * M + j[:, None] * M + j[None, :]
+    sums = tl.zeros((GROUP, W), tl.float32)
+    matrix = tl.zeros((GROUP, M, M), tl.float32)
+    real = row < rows
+    for first in range(0, slices, STEP):
+        piece = first + tl.arange(0, STEP)
+        at = parts + (piece.to(tl.int64)[:, None] * rows + row[None, :]) * W
+        inside = (piece < slices)[:, None] & real[None, :]
+        sums += tl.sum(tl.load(at[:, :, None] + column[None, None, :], mask=inside[:, :, None], other=0.0), 0)
+        cells = at[:, :, None, None] + cell[None, None, :, :]
+        matrix += tl.sum(tl.load(cells, mask=inside[:, :, None, None], other=0.0), 0)
+    rstd = tl.rsqrt(tl.sum(tl.where(column[None, :] == COLUMNS, sums, 0.0), 1) / (M * size) + norm_eps)
+    z = sums * rstd[:, None] * tl.load(scale + tl.minimum(column // M, 1))[None, :]
+    g = 1.0 / (1.0 + tl.exp(-(z + tl.load(base + column, mask=column < COLUMNS, other=0.0)[None, :])))
+    tl.store(pre + row[:, None] * M + column[None, :], g + hc_eps, mask=real[:, None] & (column < M)[None, :])
+    tl.store(post + row[:, None] * M + column[None, :] - M, 2.0 * g, mask=real[:, None] & ((column >= M) & (column < 2 * M))[None, :])
+    matrix = matrix * rstd[:, None, None] * tl.load(scale + 2) + tl.load(base + cell)[None, :, :]
+    matrix = _sinkhorn(matrix, hc_eps, ITERATIONS)
+    tl.store(comb + row[:, None, None] * (M * M) + (cell - 2 * M)[None, :, :], matrix, mask=real[:, None, None])
 
 
 @triton.jit
 def _sinkhorn(logits, eps, ITERATIONS: tl.constexpr):
-    e = tl.exp(logits - tl.max(logits, 1)[:, None])
-    m = e / tl.sum(e, 1)[:, None] + eps
-    m = m / (tl.sum(m, 0) + eps)[None, :]
+    """[rows, m, m]: softmax of the last dim, then columns, then rows and columns in turn. One reciprocal for each sum."""
+    e = tl.exp(logits - tl.max(logits, 2)[:, :, None])
+    m = e * (1.0 / tl.sum(e, 2))[:, :, None] + eps
+    m = m * (1.0 / (tl.sum(m, 1) + eps))[:, None, :]
     for _ in range(ITERATIONS - 1):
-        m = m / (tl.sum(m, 1) + eps)[:, None]
-        m = m / (tl.sum(m, 0) + eps)[None, :]
+        m = m * (1.0 / (tl.sum(m, 2) + eps))[:, :, None]
+        m = m * (1.0 / (tl.sum(m, 1) + eps))[:, None, :]
     return m
 
 
@@ -143,7 +169,8 @@ class HyperOps:
         rows, m, size = streams.shape
         columns = m * (m + 2)
         width, slices = power_of_two(columns + 2, 16), ceil_div(size, _CHANNELS)
-        block = 16 if rows <= 16 or self._invariant else 64
+        block = 16 if rows <= 16 or self._invariant else 128
+        group = 1 if rows <= 64 or self._invariant else 16
         parts = torch.empty(slices, rows, width, dtype=torch.float32, device=streams.device)
         x = torch.empty(rows, size, dtype=torch.bfloat16, device=streams.device)
         launch(
@@ -154,9 +181,9 @@ class HyperOps:
         next_pre, post, comb = coefficients.split([rows * m, rows * m, rows * m * m])
         quantized = QuantizedRows.empty(rows, size, streams.device, self._arch)
         launch(
-            _finish_kernel, (rows, 2), parts, weights.base, weights.scale, norm_weight, x, quantized.values, quantized.scales,
-            next_pre, post, comb, rows, size, slices, constants.norm_eps, constants.hc_eps,
-            warps=4, COLUMNS=columns, M=m, W=width, P=power_of_two(slices), ITERATIONS=constants.sinkhorn_iters,
+            _finish_kernel, (rows + ceil_div(rows, group),), parts, weights.base, weights.scale, norm_weight, x, quantized.values,
+            quantized.scales, next_pre, post, comb, rows, size, slices, constants.norm_eps, constants.hc_eps,
+            warps=4, COLUMNS=columns, M=m, W=width, P=power_of_two(slices), GROUP=group, ITERATIONS=constants.sinkhorn_iters,
             BLOCK=power_of_two(size, 32), SCALED=quantized.scales is not None,
         )  # fmt: skip
         return HcInput(x, quantized, next_pre.view(rows, m), post.view(rows, m), comb.view(rows, m, m))

@@ -68,14 +68,26 @@ def rotated(even, odd, cos, sin):
 
 
 @triton.jit
-def rope_angles(table, position, pair, first, RD: tl.constexpr, AGAIN: tl.constexpr = False):
-    """(cos, sin) of each pair number; pairs before `first` do not turn. table: float32 rows of RD/2 cosines and RD/2 sines.
-
-    AGAIN: reads the angles anew although an earlier call did, so that they need not be kept in registers in between.
-    """
+def rope_angles(table, position, pair, first, RD: tl.constexpr):
+    """(cos, sin) of each pair number; pairs before `first` do not turn. table: float32 rows of RD/2 cosines and RD/2 sines."""
     turns = (pair >= first) & (pair - first < RD // 2)
     at = table + position * RD + (pair - first)
-    return tl.load(at, mask=turns, other=1.0, volatile=AGAIN), tl.load(at + RD // 2, mask=turns, other=0.0, volatile=AGAIN)
+    return tl.load(at, mask=turns, other=1.0), tl.load(at + RD // 2, mask=turns, other=0.0)
+
+
+@triton.jit
+def turned(x, table, position, SIGN: tl.constexpr, DIM: tl.constexpr, RD: tl.constexpr):
+    """bfloat16 [n, D]: float32 vectors x with their last RD of DIM columns rotated (SIGN -1: rotated back), rounded once."""
+    n: tl.constexpr = x.shape[0]
+    pairs: tl.constexpr = x.shape[1] // 2
+    pair = tl.arange(0, pairs)
+    turns = (pair * 2 >= DIM - RD) & (pair * 2 < DIM)
+    angle = table + position * RD + pair - (DIM - RD) // 2
+    cos = tl.load(angle, mask=turns, other=1.0)[None, :]
+    sin = tl.load(angle + RD // 2, mask=turns, other=0.0)[None, :] * SIGN
+    even, odd = tl.split(tl.reshape(x, (n, pairs, 2)))
+    both = tl.join((even * cos - odd * sin).to(tl.bfloat16), (even * sin + odd * cos).to(tl.bfloat16))
+    return tl.reshape(both, (n, 2 * pairs))
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepinfer_backends.cuda_sm100.caches import FORMATS, EntryLayout
 from deepinfer_backends.cuda_sm100.launch import ceil_div, launch, power_of_two
-from deepinfer_backends.cuda_sm100.numeric import e2m1_value, rope_angles, rotated
+from deepinfer_backends.cuda_sm100.numeric import e2m1_value, turned
 from deepinfer_backends.cuda_sm100.numeric import power_of_two as exact_power
 from deepinfer_core.backend.types import Rope, SelectedEntries, WindowKeys
 
@@ -75,24 +75,19 @@ def _rows_kernel(
 ):  # fmt: skip
     """One row, all heads: online softmax over gathered keys. Row `nothing` of the keys is zero and does not count."""
     row = tl.program_id(0).to(tl.int64)
-    head, pair, d, two = tl.arange(0, H), tl.arange(0, D // 2), tl.arange(0, D), tl.arange(0, 2)
-    cos, sin = rope_angles(table, tl.load(positions + row), pair, DIM // 2 - RD // 2, RD)
-    cell = pair[None, :, None] * 2 + two[None, None, :]
-    real = (head < heads)[:, None, None] & (cell < DIM)
-    q = tl.load(query + row * stride + head[:, None, None] * head_stride + cell, mask=real, other=0.0)
-    even, odd = tl.split(q.to(tl.float32))
-    even, odd = rotated(even, odd, cos[None, :], sin[None, :])
-    q = tl.reshape(tl.join(even, odd), (H, D)).to(tl.bfloat16)
+    head, d = tl.arange(0, H), tl.arange(0, D)
+    mask = (head < heads)[:, None] & (d < DIM)[None, :]
+    at = query + row * stride + head[:, None] * head_stride + d[None, :]
+    q = turned(tl.load(at, mask=mask, other=0.0).to(tl.float32), table, tl.load(positions + row), 1.0, DIM, RD)
     top = tl.full((H,), float("-inf"), tl.float32)
     total = tl.zeros((H,), tl.float32)
     acc = tl.zeros((H, D), tl.float32)
     lane = tl.arange(0, K)
     for first in range(0, width, K):
-        at = tl.load(index + row * width + first + lane)
-        rows = keys + at.to(tl.int64)[:, None] * DIM + d[None, :]
+        place = tl.load(index + row * width + first + lane)
+        rows = keys + place.to(tl.int64)[:, None] * DIM + d[None, :]
         k = tl.load(rows) if DIM == D else tl.load(rows, mask=(d < DIM)[None, :], other=0.0)
-        s = tl.dot(q, tl.trans(k)) * scale
-        s = tl.where((at != nothing)[None, :], s, float("-inf"))
+        s = tl.where((place != nothing)[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
         peak = tl.max(s, 1)
         # Sums are kept relative to `top`, which need not be the maximum: p stays below e^8 and rounds alike. So most blocks leave the
         # accumulators alone.
@@ -107,11 +102,9 @@ def _rows_kernel(
         acc = tl.dot(p.to(tl.bfloat16), k, acc)
     base = tl.where(top == float("-inf"), 0.0, top)
     total += tl.exp(tl.load(sink + head, mask=head < heads, other=0.0) - base)
-    cos, sin = rope_angles(table, tl.load(positions + row), pair, DIM // 2 - RD // 2, RD, AGAIN=True)
-    even, odd = tl.split(tl.reshape((acc / total[:, None]).to(tl.bfloat16), (H, D // 2, 2)))
-    even, odd = rotated(even.to(tl.float32), odd.to(tl.float32), cos[None, :], -sin[None, :])
-    at_out = out + (row * heads + head[:, None, None]) * DIM + cell
-    tl.store(at_out, tl.join(even, odd).to(tl.bfloat16), mask=real)
+    rounded = (acc * (1.0 / total)[:, None]).to(tl.bfloat16).to(tl.float32)
+    back = turned(rounded, table, tl.load(positions + row), -1.0, DIM, RD)
+    tl.store(out + (row * heads + head[:, None]) * DIM + d[None, :], back, mask=mask)
 
 
 def expands(rows: int, window: WindowKeys, selected: SelectedEntries | None) -> bool:

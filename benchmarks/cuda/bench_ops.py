@@ -58,17 +58,31 @@ def timed(work: Callable[[], object], flush: torch.Tensor, cold: int = 15, warm:
 
 def ceilings(flush: torch.Tensor) -> dict[str, float]:
     """Copy bandwidth in bytes/s (read and written), bf16 product rate in operations/s."""
-    source = torch.randn(1 << 29, device="cuda").view(torch.uint8)
+    source = torch.randn(1 << 30, device="cuda")
     target = torch.empty_like(source)
     copy = timed(lambda: target.copy_(source), flush, cold=7, warm=10)[1]
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
     product = timed(lambda: a @ b, flush, cold=7, warm=10)[1]
     empty = torch.zeros(1, device="cuda")
     return {
-        "copy": 2 * source.numel() / copy * 1e6,
+        "copy": 8 * source.numel() / copy * 1e6,
         "product": 2 * 8192**3 / product * 1e6,
         "empty_us": timed(lambda: empty.zero_(), flush)[0],
     }
+
+
+def by_kernel(work: Callable[[], object]) -> dict[str, float]:
+    """Microseconds on the device of each kernel of one eager call."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    times: dict[str, float] = {}
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times[event.name[:40]] = times.get(event.name[:40], 0.0) + event.device_time
+    return dict(sorted(times.items(), key=lambda item: -item[1])[:6])
 
 
 def peers(case: Case, rows: int, flush: torch.Tensor) -> dict[str, float]:
@@ -89,7 +103,9 @@ def peers(case: Case, rows: int, flush: torch.Tensor) -> dict[str, float]:
     return {}
 
 
-def measure(case: Case, rows: int, kernels: CudaKernels, flush: torch.Tensor, limits: dict[str, float]) -> dict[str, object]:
+def measure(
+    case: Case, rows: int, kernels: CudaKernels, flush: torch.Tensor, limits: dict[str, float], profiled: bool
+) -> dict[str, object]:
     entry: dict[str, object] = {"op": case.op, "note": case.note, "rows": rows}
     try:
         state = case.prepare(kernels)
@@ -100,6 +116,7 @@ def measure(case: Case, rows: int, kernels: CudaKernels, flush: torch.Tensor, li
             "bandwidth_share": case.traffic / cold * 1e6 / limits["copy"],
             "product_share": case.operations / cold * 1e6 / limits["product"],
             "peers": peers(case, rows, flush),
+            "kernels": by_kernel(lambda: case.run(kernels, state)) if profiled else {},
         }
     except Exception as failure:  # noqa: BLE001 - one op that fails must not hide the others
         entry["failure"] = f"{type(failure).__name__}: {str(failure)[:300]}"
@@ -109,11 +126,12 @@ def measure(case: Case, rows: int, kernels: CudaKernels, flush: torch.Tensor, li
 def line(entry: dict[str, object]) -> str:
     label = f"{entry['op']} {entry['note']}".strip()
     if "failure" in entry:
-        return f"| {entry['rows']} | {label} | {entry['failure']} | | | | |"
+        return f"| {entry['rows']} | {label} | {entry['failure']} | | | | | |"
     peers_text = ", ".join(f"{name} {us:.1f}" for name, us in entry["peers"].items())  # type: ignore[union-attr, attr-defined]
+    parts = "; ".join(f"{name} {us:.0f}" for name, us in entry["kernels"].items())  # type: ignore[union-attr, attr-defined]
     return (
         f"| {entry['rows']} | {label} | {entry['cold_us']:.1f} | {entry['warm_us']:.1f} | {entry['bandwidth_share']:.0%} | "
-        f"{entry['product_share']:.0%} | {peers_text} |"
+        f"{entry['product_share']:.0%} | {peers_text} | {parts} |"
     )
 
 
@@ -123,6 +141,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,64,8192")
     parser.add_argument("--ops", default="")
     parser.add_argument("--invariant", action="store_true")
+    parser.add_argument("--kernels", action="store_true", help="also the time of each kernel of an op")
     options = parser.parse_args()
     start, out = time.monotonic(), Path(os.environ.get("OUT", "."))
     rows = [int(r) for r in options.rows.split(",")]
@@ -133,7 +152,7 @@ def main() -> None:
     head = (
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {limits['copy'] / 1e12:.2f} TB/s, bf16 product "
         f"{limits['product'] / 1e12:.0f} TFLOP/s, one empty graph {limits['empty_us']:.1f} us\n\n"
-        "| rows | op | cold us | warm us | of copy | of product | peers, cold us |\n| --- | --- | --- | --- | --- | --- | --- |"
+        "| rows | op | cold us | warm us | of copy | of product | peers, cold us | kernels, us |\n| --- | --- | --- | --- | --- | --- | --- | --- |"
     )
     print(head, flush=True)
     lines = [head]
@@ -148,7 +167,7 @@ def main() -> None:
                     or (count > SAMPLED_ROWS and case.op in ("log_probs", "verify", "sample", "markov_logits"))
                 ):
                     continue
-                entry = measure(case, count, kernels, flush, limits)
+                entry = measure(case, count, kernels, flush, limits, options.kernels)
                 file.write(json.dumps(entry) + "\n")
                 file.flush()
                 lines.append(line(entry))
