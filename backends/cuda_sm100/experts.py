@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deepinfer_backends.cuda_sm100.activations import QuantizedRows
 from deepinfer_backends.cuda_sm100.launch import ceil_div, launch, power_of_two
+from deepinfer_backends.cuda_sm100.linears import product_warps
 from deepinfer_backends.cuda_sm100.numeric import fp8_exponent, fp8_round
 from deepinfer_backends.cuda_sm100.numeric import power_of_two as exact_power
 from deepinfer_backends.cuda_sm100.products import FORMAT_CODE, tile_product
@@ -29,7 +30,19 @@ def _gate_up(
     N: tl.constexpr, R: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr, X_SCALED: tl.constexpr, EVEN: tl.constexpr,
     EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """(gate, up) float32 [R, N] of activation rows `row` for intermediate channels n_tile*N .. of one expert."""
+    """(gate, up) float32 [R, N] of activation rows `row` for intermediate channels n_tile*N .. of one expert.
+
+    N = 32: one tile holds 32 rows of each projection, for which a tensor core's least of 64 rows would otherwise be too many.
+    """
+    if N == 32:
+        i = tl.arange(0, 64)
+        n = tl.minimum(n_tile * 32 + i % 32, width - 1) + tl.where(i < 32, 0, width)
+        acc = tl.zeros((64, R), tl.float32)
+        for tile in range(tl.cdiv(inputs, 128)):
+            acc = tile_product(
+                acc, weight, scales, tile, n, 2 * width, x + row.to(tl.int64) * x_stride, x, mask, inputs, FORMAT, PACKED, False, EVEN
+            )
+        return tl.split(tl.permute(tl.reshape(acc, (2, 32, R)), (2, 1, 0)))
     n = n_tile * N + tl.arange(0, N)
     if not EVEN_N:
         n = tl.minimum(n, width - 1)
@@ -188,11 +201,15 @@ def _scales(weight: MatrixWeight) -> tuple[Tensor, int]:
     return (weight.data, 0) if weight.scales is None else (weight.scales, weight.scales.stride(0))
 
 
+_PROGRAMS = 396  # programs below which tiles are halved: three for each multiprocessor of an H200
+
+
 class ExpertOps:
     """The ops `prepare_experts` and `moe`."""
 
     device: torch.device
     _arch: int
+    _invariant: bool
 
     def prepare_experts(self, experts: Iterable[ExpertTensors], count: int) -> Weight:
         return expert_weights(experts, count, self.device, self._arch)
@@ -220,14 +237,16 @@ class ExpertOps:
         width, shared_width = w.outputs // 2, s.outputs // 2
         h_width = max(width, shared_width)
         h = QuantizedRows.empty(rows * (top_k + (shared is not None)), h_width, x.values.device, self._arch)
-        block_n = self._block_n(plan.tile_rows)
         shared_tiles = ceil_div(rows, plan.tile_rows) if shared is not None else 0
+        block_n = self._block_n(plan.tile_rows)
+        if self._arch < 100 and (shared_tiles + plan.tiles) * ceil_div(h_width, block_n) < _PROGRAMS:
+            block_n = 32
         launch(
             _up_kernel, (ceil_div(h_width, block_n), shared_tiles + plan.tiles),
             x.values, x.scales, w.data, w_scales, s.data, s_scales, h.values, h.scales, plan.order, route,
             plan.tile_expert, plan.tile_first, plan.tile_last, plan.tile_count, rows, rows * top_k, shared_tiles,
             width, shared_width, h_width, w.inputs, x.values.stride(0), w.data.stride(0), scale_step, limit,
-            warps=8 if plan.tile_rows >= 64 else 4, stages=3, N=block_n, R=plan.tile_rows, TOP_K=top_k,
+            warps=self._tile_warps(block_n * 2, plan.tile_rows), stages=4 if block_n == 32 else 3, N=block_n, R=plan.tile_rows, TOP_K=top_k,
             FORMAT=FORMAT_CODE[w.format], PACKED=w.packed, SHARED_FORMAT=FORMAT_CODE[s.format], SHARED_PACKED=s.packed,
             X_SCALED=x.scales is not None, EVEN=w.inputs % TILE == 0, EVEN_N=(width | shared_width) % block_n == 0,
         )  # fmt: skip
@@ -246,11 +265,14 @@ class ExpertOps:
             h.values, h.scales, w.data, w_scales, s.data, s_scales, out,
             plan.tile_expert, plan.tile_first, plan.tile_last, plan.tile_count, rows, pairs, shared_tiles,
             w.inputs, s.inputs, h.values.shape[1], w.outputs, w.data.stride(0), scale_step,
-            warps=8 if plan.tile_rows >= 128 else 4, stages=4 if plan.tile_rows <= 32 else 3, N=block_n, R=plan.tile_rows,
+            warps=self._tile_warps(block_n, plan.tile_rows), stages=4 if plan.tile_rows <= 32 else 3, N=block_n, R=plan.tile_rows,
             FORMAT=FORMAT_CODE[w.format], PACKED=w.packed, SHARED_FORMAT=FORMAT_CODE[s.format], SHARED_PACKED=s.packed,
             X_SCALED=h.scales is not None, EVEN=(w.inputs | s.inputs) % TILE == 0, EVEN_N=w.outputs % block_n == 0,
         )  # fmt: skip
         return out
 
+    def _tile_warps(self, block_n: int, rows: int) -> int:
+        return product_warps(block_n, rows, self._invariant or self._arch >= 100)
+
     def _block_n(self, rows: int) -> int:
-        return 128 if self._arch >= 100 or rows >= 64 else 64
+        return 128 if self._arch >= 100 or rows >= 128 else 64

@@ -25,7 +25,7 @@ LIBRARY_ROWS = 256
 """Rows from which decoding a weight to bfloat16 and calling cuBLAS beats reading it encoded (the decoded copy costs 4 bytes of traffic
 for each weight, a row 2 operations for each weight)."""
 
-_PROGRAMS = 264  # two for each multiprocessor of an H200: enough loads in flight to saturate its memory
+_PROGRAMS = 528  # four for each multiprocessor of an H200: enough loads in flight to saturate its memory
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -91,6 +91,17 @@ def row_block(rows: int) -> int:
     return min(128, power_of_two(rows, 16))
 
 
+def product_warps(block_n: int, block_r: int, one_instruction: bool) -> int:
+    """Warps of a tile of block_n outputs and block_r rows.
+
+    Two warps cannot use wgmma, which waits for every product whose operand comes from registers; the older instruction does not, which is
+    what a few rows need. Batch invariance wants one instruction for any number of rows.
+    """
+    if block_n * block_r >= 128 * 128:
+        return 8
+    return 4 if block_r > 32 or one_instruction else 2
+
+
 class LinearOps:
     """Ops of the contract's group "linears"."""
 
@@ -135,7 +146,7 @@ class LinearOps:
         values = x.values if x.values.stride(-1) == 1 else x.values.contiguous()
         out = torch.empty(rows, outputs, dtype=dtype, device=values.device)
         block_r = row_block(rows)
-        block_n = 128 if x.scales is not None or block_r >= 64 else 64
+        block_n = 128 if x.scales is not None or block_r >= 128 else 64
         if groups > 1:
             block_n = min(block_n, 1 << ((outputs // groups) & -(outputs // groups)).bit_length() - 1)
         splits, tiles = splits_of(outputs, inputs), ceil_div(inputs, TILE)
@@ -146,7 +157,7 @@ class LinearOps:
         launch(
             _linear_kernel, grid, values, x.scales, weight.data, weight.scales, out, partial, self._zeros(grid[0] * grid[1]),
             rows, outputs, inputs, values.stride(0), outputs // groups, inputs, split_tiles,
-            warps=8 if block_n * block_r >= 128 * 128 else 4, stages=4 if block_r <= 32 else 3,
+            warps=product_warps(block_n, block_r, self._invariant or self._arch >= 100), stages=4 if block_r <= 32 else 3,
             N=block_n, R=block_r, SPLITS=splits, FORMAT=FORMAT_CODE[weight.format], PACKED=weight.packed, X_SCALED=x.scales is not None,
             EVEN=inputs % TILE == 0, EVEN_N=outputs % block_n == 0, GROUPED=groups > 1,
         )  # fmt: skip

@@ -152,7 +152,7 @@ def main() -> None:
     head = (
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {limits['copy'] / 1e12:.2f} TB/s, bf16 product "
         f"{limits['product'] / 1e12:.0f} TFLOP/s, one empty graph {limits['empty_us']:.1f} us\n\n"
-        "| rows | op | cold us | warm us | of copy | of product | peers, cold us | kernels, us |\n| --- | --- | --- | --- | --- | --- | --- | --- |"
+        "| rows | op | cold us | warm us | of copy | of product | peers, cold us | kernels, us |\n" + "| --- " * 8 + "|"
     )
     print(head, flush=True)
     lines = [head]

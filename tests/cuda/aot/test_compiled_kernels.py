@@ -63,8 +63,9 @@ def problems_of(compiled: Compiled, arch: int, launch: Launch) -> list[str]:
         problems.append(f"needs {compiled.shared} bytes of shared memory")
     if compiled.tensor_memory > TENSOR_MEMORY_LIMIT:
         problems.append(f"needs {compiled.tensor_memory} columns of tensor memory")
-    if compiled.kernel in MATRIX and not compiled.count(r"wgmma\.mma_async" if arch == 90 else r"tcgen05\.mma"):
-        problems.append("uses no " + ("wgmma" if arch == 90 else "tcgen05"))
+    wanted = r"tcgen05\.mma" if arch == 100 else r"wgmma\.mma_async" if launch.warps >= 4 else r"mma\.sync"
+    if compiled.kernel in MATRIX and not compiled.count(wanted):
+        problems.append(f"uses no {wanted}")
     if arch == 100 and launch.constants.get("X_SCALED") and launch.constants["FORMAT"] and not compiled.count("block_scale"):
         problems.append("uses no block-scaled product")
     return problems
