@@ -11,7 +11,6 @@ Source: DSpark scheduling in DeepInfer 0.1.0 (model notes, runtime section 4.6);
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import Protocol
@@ -98,8 +97,8 @@ class DraftingGauge:
 class ProfiledCost:
     """A cost table from measured steps: bucket sizes with a base time each, corrected online for context length and sampling.
 
-    T(B, R) = base[g] + slope * g + sampler(R), with g the smallest bucket that holds B rows. Times are milliseconds. Steps with and
-    without drafting have sampler times of their own.
+    T(B, R) = base[g] + slope * g + sampler(R), with g the smallest bucket that holds B rows; if steps are not `padded` to buckets, g = B
+    and base is interpolated. Times are milliseconds. Steps with and without drafting have sampler times of their own.
     """
 
     STEP_WINDOW = 5000  # newest decode steps that the slope looks at
@@ -107,11 +106,12 @@ class ProfiledCost:
     SAMPLER_WINDOW = 9  # newest sampling times of one request count
     MIN_SAMPLES = 5  # of these needed, else the median over all request counts
 
-    def __init__(self, base_ms: Mapping[int, float]) -> None:
+    def __init__(self, base_ms: Mapping[int, float], padded: bool = True) -> None:
         if not base_ms or min(base_ms) < 1:
             raise ValueError(f"cost table: {dict(base_ms)!r}; expected at least one bucket size >= 1 with its milliseconds")
-        self._sizes = sorted(base_ms)
-        self._base = np.array([base_ms[size] for size in self._sizes], np.float64)
+        self._sizes = np.array(sorted(base_ms))
+        self._base = np.array([base_ms[size] for size in self._sizes.tolist()], np.float64)
+        self._padded = padded
         self._steps: deque[tuple[int, float]] = deque(maxlen=self.STEP_WINDOW)
         self._sampler = [defaultdict[int, deque[float]](lambda: deque(maxlen=self.SAMPLER_WINDOW)) for _ in (False, True)]  # drafted?
         self._slope: float | None = 0.0
@@ -136,9 +136,10 @@ class ProfiledCost:
 
     def observe(self, rows: int, requests: int, forward_ms: float, sampler_ms: float, drafted: bool = True) -> None:
         """Learns from a decode step that ran in a bucket: rows before padding, and the device times of its two parts."""
-        index = bisect_left(self._sizes, rows)
-        if index < len(self._sizes):
-            self._steps.append((index, (forward_ms - self._base[index]) / self._sizes[index]))
+        if rows <= self._sizes[-1]:
+            size, base = (float(values[0]) for values in self._sizes_and_bases(np.array([rows])))
+            bucket = int(np.searchsorted(self._sizes, rows))
+            self._steps.append((bucket, (forward_ms - base) / size))
             self._slope = None
         self._sampler[drafted][requests].append(sampler_ms)
 
@@ -151,8 +152,12 @@ class ProfiledCost:
         return self._forward_ms(rows) + self.sampler_ms(requests)
 
     def _forward_ms(self, rows: np.ndarray) -> np.ndarray:
-        sizes = np.array(self._sizes)
-        index = np.searchsorted(sizes, rows)
-        fits = index < len(sizes)
-        index = np.minimum(index, len(sizes) - 1)
-        return np.where(fits, self._base[index] + self.slope * sizes[index], np.inf)
+        sizes, bases = self._sizes_and_bases(rows)
+        return np.where(rows <= self._sizes[-1], bases + self.slope * sizes, np.inf)
+
+    def _sizes_and_bases(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """g and base[g] of steps of `rows` [n] rows."""
+        if not self._padded:
+            return rows, np.interp(rows, self._sizes, self._base)
+        index = np.searchsorted(self._sizes, rows).clip(max=len(self._sizes) - 1)
+        return self._sizes[index], self._base[index]

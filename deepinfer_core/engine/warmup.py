@@ -31,7 +31,7 @@ def warm_up(runner: Runner, parts: EngineParts) -> ProfiledCost | None:
     if captures:
         failed = runner.capture()
         log.info("event=graphs_captured sizes=%d failed=%d", len(graphs.sizes) - len(failed), len(failed))
-    costs = ProfiledCost(decode_times(runner, graphs)) if config.speculative.enable_varlen else None
+    costs = ProfiledCost(decode_times(runner, graphs), padded=captures) if config.speculative.enable_varlen else None
     if not captures:
         runner.graphs = None  # they served as buffers for timing
     return costs

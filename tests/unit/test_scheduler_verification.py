@@ -130,6 +130,14 @@ class TestCostModel:
     def test_rows_above_the_largest_bucket_cost_infinity(self):
         assert ProfiledCost({4: 10}).step_ms(np.array([4, 5]), 1).tolist() == [10, np.inf]
 
+    def test_without_padding_times_are_interpolated(self):
+        cost = ProfiledCost({1: 10, 5: 14, 9: 30}, padded=False)
+        assert cost.step_ms(np.array([1, 2, 5, 7, 9, 10]), 1).tolist() == [10, 11, 14, 22, 30, np.inf]
+        for _ in range(10):
+            cost.observe(2, 1, 11 + 2 * 0.5, 0)
+        assert cost.slope == 0.5
+        assert cost.step_ms(np.array([7]), 1).tolist() == [22 + 7 * 0.5]
+
     def test_bad_tables_are_refused(self):
         with pytest.raises(ValueError, match="at least one bucket"):
             ProfiledCost({})
