@@ -72,19 +72,20 @@ class DraftingGauge:
     """
 
     PROBE = 64
-    MEMORY = 16  # drafted blocks after which an old mean has lost most of its weight
+    MEMORY = 8  # drafted blocks that the mean remembers
 
     def __init__(self, drafts: int, cost: CostTable) -> None:
         self.mean = np.ones(drafts)  # survival at each draft position; what is unknown counts as sure
         self.pays = True  # the newest decision
         self._cost = cost
         self._idle = 0  # steps without drafting since the last one with it
+        self._blocks = 0  # what `mean` is made of, at most MEMORY
 
     def learn(self, survival: np.ndarray) -> None:
         """Takes survivals [n, D] of drafts, made before those in flight."""
         if len(survival):
-            keep = (1 - 1 / self.MEMORY) ** len(survival)
-            self.mean = keep * self.mean + (1 - keep) * survival.mean(axis=0)
+            self.mean += (survival.mean(axis=0) - self.mean) * len(survival) / (len(survival) + self._blocks)
+            self._blocks = min(self._blocks + len(survival), self.MEMORY)
 
     def decide(self, requests: int) -> bool:
         """Whether the next step, of `requests` decoding requests, should draft."""
