@@ -30,16 +30,18 @@ BARS = {"idle": 0.05, "prefix": 0.15, "replay": 0.65}
 def main() -> None:
     """Runs the chosen cases, prints a table of each and writes all figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("cases", nargs="*", choices=[*CASES, []], default=list(CASES))
+    parser.add_argument("cases", nargs="*", help=f"{', '.join(CASES)}; default: all")
     parser.add_argument("--checkpoint", default=None, help="folder of a checkpoint; default: the small one that ships with the package")
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.85, 0.5, 0.2], help="p of the controlled drafter")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, default=None, help="file that all figures are written to")
     options = parser.parse_args()
+    if unknown := set(options.cases) - set(CASES):
+        parser.error(f"unknown case {sorted(unknown)[0]!r}; there are {', '.join(CASES)}")
     torch.set_num_threads(1)
     figures: dict[str, Any] = {"machine": f"{platform.machine()}, {cases.cpu_name()}", "torch": torch.__version__}
-    for name in options.cases:
+    for name in options.cases or CASES:
         figures[name] = CASES[name](options)
     if options.json is not None:
         options.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")

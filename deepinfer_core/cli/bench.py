@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json as json_format
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from deepinfer_core.cli._options import Json
+from deepinfer_core.cli._options import BackendName, ConfigFile, Json, Model, Settings, resolve_from_options
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 
@@ -61,6 +62,31 @@ def ops(
         rows = [{**vars(t), "cost": vars(t.cost), "share": t.share(ceilings)} for t in timings]
         print(json_format.dumps({"backend": backend, "ceilings": vars(ceilings), "note": note, "timings": rows}, indent=1))
     print(f"{about}\n{note}", file=sys.stderr if json else sys.stdout)
+
+
+@app.command()
+def calibrate_confidence(
+    prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Text, one prompt a line; else random prompts.")] = None,
+    num_prompts: Annotated[int, typer.Option(help="Random prompts, or most lines of the file.")] = 64,
+    input_len: Annotated[int, typer.Option(help="Tokens of each random prompt.")] = 32,
+    output_len: Annotated[int, typer.Option(help="Tokens generated for each.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature of the run.")] = 1.0,
+    config: ConfigFile = None,
+    model: Model = None,
+    backend: BackendName = None,
+    settings: Settings = None,
+) -> None:
+    """Fit the temperatures of the confidence head from a run: one per draft position, for speculative.confidence_temperatures.
+
+    Use prompts like those you will serve. Example: deepinfer bench calibrate-confidence --prompts FILE --set num_draft_tokens=5
+    """
+    from deepinfer_core.engine.calibration import calibrate
+
+    resolved = resolve_from_options(config, model, backend, settings, **{"speculative.enable_varlen": False})
+    lines = None if prompts is None else [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()][:num_prompts]
+    shape = (num_prompts, input_len)
+    for line in calibrate(resolved, shape if lines is None else lines, output_len, temperature):
+        print(line)
 
 
 def _line(t: Any, ceilings: Any) -> str:

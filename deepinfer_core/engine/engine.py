@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from deepinfer_core.cache.pages import PagePool, SlotPool
+from deepinfer_core.engine.drafting import DraftStatistics
 from deepinfer_core.engine.outputs import Delta, RequestOutput, SampleOutput, Timing, TokenLogprob
 from deepinfer_core.engine.plan import RequestUpdate, StepResult
 from deepinfer_core.engine.request import Finished, FinishReason, RequestSpec
@@ -77,6 +78,7 @@ class Engine:
         runner_options = RunnerOptions(limits.num_draft_tokens, config.speculative.confidence_temperatures, compact)
         self.runner = Runner(parts.loaded, sampler, parts.runtime, runner_options)
         self.times = StepTimes()
+        self.drafting = DraftStatistics(2 * limits.max_num_seqs, limits.num_draft_tokens)
         self.costs = warm_up(self.runner, parts)
         self.scheduler = Scheduler(limits, self.pages, self.slots, parts.identity, self.costs)
         self._requests: dict[str, _Request] = {}
@@ -175,7 +177,8 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, and mean milliseconds of the newest steps."""
-        return statistics(self.scheduler.stats(), self.times, self.parts.limits)
+        figures = statistics(self.scheduler.stats(), self.times, self.parts.limits)
+        return figures | {"avg_confidence_error": round(self.drafting.mean_error, 4)}
 
     def record_timeline(self) -> None:
         """Starts a timeline of host and device work. Waits for the device once."""
@@ -246,6 +249,7 @@ class Engine:
         if self.costs is not None and cost.decodes:
             self.costs.observe(cost.rows, cost.sequences, cost.forward, cost.sample, bool(handle.plan.draft.any()))
         updates = self.scheduler.commit(handle.plan, result)
+        self.drafting.take(handle.plan, result, updates)
         for warning in updates.warnings:
             log.warning("event=draft_warning step=%d message=%s", handle.plan.step, warning)
         payload: StepPayload = result.payload
