@@ -67,9 +67,7 @@ class StepPlan:
     num_outputs: np.ndarray  # int32 [S] output tokens before this step; a lower bound if remap >= 0
     slot_copies: tuple[SlotCopy, ...] = ()
     reallocate_drafts: int = -1  # >= 0: the device spreads this many draft rows by confidence (`allocate_drafts`); -1: as planned
-    rows: np.ndarray = field(
-        default_factory=lambda: np.empty(0, np.int64)
-    )  # int64 [S] a number of each request that stays its own while it runs
+    rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # int64 [S] a request's own number while it runs
 
     def __post_init__(self) -> None:
         for value in vars(self).values():

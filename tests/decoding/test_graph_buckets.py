@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from decoding_tools import VOCAB, engine
@@ -11,7 +14,7 @@ from deepinfer_backends.cpu_ref.runtime import CpuRuntime
 from deepinfer_core import SamplingParams
 from deepinfer_core.checkpoint.geometries import shipped_checkpoint
 from deepinfer_core.conformance.solo import SoloModel
-from deepinfer_core.engine.graphs import DecodeGraphs, bucket_sizes
+from deepinfer_core.engine.graphs import DecodeGraphs, GraphOptions, bucket_sizes
 from deepinfer_core.errors import EngineError
 
 
@@ -32,7 +35,7 @@ def test_bucket_counts_of_the_release():
 def twins():
     """Two models with the same caches, one for graphs, one for eager execution; and the graphs of the first."""
     graphed, eager = (SoloModel(shipped_checkpoint(), ReferenceKernels(torch.device("cpu")), 4, 160, draft_tokens=2) for _ in range(2))
-    graphs = DecodeGraphs(CpuRuntime(inline=True), lambda inputs: forward(graphed, inputs), [1, 2, 4, 8, 9], pages=3, history=3)
+    graphs = DecodeGraphs(CpuRuntime(inline=True), lambda inputs: forward(graphed, inputs), [1, 2, 4, 8, 9], GraphOptions(3, 3, 4, 0))
     assert graphs.capture() == []
     prompts = {i: torch.randint(3, 700, (n,), generator=torch.Generator().manual_seed(i)).tolist() for i, n in enumerate((5, 126, 1, 9))}
     for model in (graphed, eager):
@@ -46,13 +49,22 @@ def test_replayed_steps_equal_eager_ones_bit_for_bit(twins, rows):
     graphed, eager, graphs = twins
     extra = max(rows - 4, 0)
     new = {i: list(range(3 + rows, 4 + rows + extra * (i == 1))) for i in range(min(rows, 4))}
-    got = graphs.run(graphed.inputs(new), graphs.size_for(rows) or 0)
+    got = graphs.run(plan_of(graphed.inputs(new)), graphs.size_for(rows) or 0).forward
     expected = forward(eager, eager.inputs(new))
     assert torch.equal(got.hidden[:rows], expected.hidden)
     assert torch.equal(got.features[:rows], expected.features)
     ours, theirs = graphed.loaded.caches, eager.loaded.caches
     assert torch.equal(ours.pages[1:], theirs.pages[1:])
     assert torch.equal(ours.slots[1:], theirs.slots[1:])
+
+
+def plan_of(inputs):
+    """A plan of which the host knows everything."""
+    count = len(inputs.query_len)
+    arrays = {name: getattr(inputs, name).numpy() for name in ("query_len", "start", "state_slot", "valid_start", "write_start")}
+    arrays |= {name: getattr(inputs, name).numpy() for name in ("history", "tokens", "block_table")}
+    nothing = np.zeros(count, np.int64)
+    return SimpleNamespace(requests=("r",) * count, keep_from=nothing, remap=nothing - 1, pending_drafts=nothing, **arrays)
 
 
 @torch.inference_mode()
@@ -66,9 +78,9 @@ def forward(solo, inputs):
 def test_larger_steps_and_wider_tables_are_not_squeezed_in(twins):
     graphed, _, graphs = twins
     assert graphs.size_for(10) is None
-    narrow = DecodeGraphs(CpuRuntime(inline=True), lambda inputs: forward(graphed, inputs), [2], pages=1, history=3)
+    narrow = DecodeGraphs(CpuRuntime(inline=True), lambda inputs: forward(graphed, inputs), [2], GraphOptions(1, 3, 4, 0))
     with pytest.raises(EngineError, match=r"block table of 2 pages; the buffers hold 1"):
-        narrow.run(graphed.inputs({0: [5]}), 2)
+        narrow.run(plan_of(graphed.inputs({0: [5]})), 2)
 
 
 @pytest.mark.parametrize("drafts", [0, 1])
