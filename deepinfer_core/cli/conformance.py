@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +35,7 @@ def command(
     from deepinfer_core.conformance import suite
     from deepinfer_core.conformance.known import KnownFailures
     from deepinfer_core.conformance.op_level import OpFilter
-    from deepinfer_core.conformance.results import LEVELS
+    from deepinfer_core.conformance.results import LEVELS, CaseResult, Report
     from deepinfer_core.errors import BackendError, ConfigError, nearest
 
     if report is not None:
@@ -45,7 +46,7 @@ def command(
     plan = suite.Plan(
         levels=tuple(level or (("ops",) if narrowed else LEVELS)),
         filter=OpFilter(ops, geometry, Numerics(numerics) if numerics else None, quick),
-        seeds=tuple(seed or (0,)),
+        seeds=tuple(seed or [int(n) for n in re.findall(r"seed=(\d+)\)$", ops)] or (0,)),  # a whole case id names its seed
         time_limit=time_limit,
         known=KnownFailures.read(known_failures) if known_failures else KnownFailures(),
     )
@@ -53,6 +54,9 @@ def command(
         subject = suite.open_subject(backend, device, emulate)
     except BackendError as error:
         print(f"error: {error}", file=sys.stderr)
+        if report is not None:
+            result = CaseResult("contract", "probe", "", "failed", str(error), reproduce=f"deepinfer conformance --backend {backend}")
+            reports.write_report(Report(backend, device, results=[result]), report)
         raise typer.Exit(2) from error
     if against is not None:
         raise typer.Exit(_compare(subject, against, plan, bisect))

@@ -110,7 +110,12 @@ def _speculation_changes_nothing(subject: Subject) -> None:
     asked = prompts()
     plain = generate(subject, asked, greedy())
     for drafts in (1, 5):
-        same(subject, generate(subject, asked, greedy(), num_draft_tokens=drafts), plain, f"{drafts} draft tokens and none", logprobs=False)
+        got = generate(subject, asked, greedy(), num_draft_tokens=drafts)
+        expect(any(out.samples[0].drafts_verified for out in got), "no draft was verified")
+        same(subject, got, plain, f"{drafts} draft tokens and none", logprobs=False)
+    mixed = [*[greedy()] * (len(asked) - 1), *seeded(1)]  # a sampled request among them: greedy rows go through the op `verify`, too
+    got = generate(subject, asked, mixed, num_draft_tokens=3)
+    same(subject, got[:-1], plain[:-1], "draft tokens beside a sampled request and none", logprobs=False)
 
 
 def _chunks_change_nothing(subject: Subject) -> None:

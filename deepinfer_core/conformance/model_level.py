@@ -83,12 +83,13 @@ def _selections(prompt: str):
 
         solo = solo_model(subject, Numerics.IDEAL, traced(_kernels(subject), on_call))
         solo.step({0: _ids(prompt)})
+        chosen_in = dict(zip(solo.loaded.config.index_source_layer_ids, seen["select_entries"], strict=True))
         experts = golden()[f"{prompt}.moe_ids.f32_noquant"].int()
-        for layer, (ids, want) in enumerate(zip(seen["moe_gate"], experts, strict=True)):
+        for layer, (ids, want) in enumerate(zip(seen["moe_gate"], experts, strict=True)):  # in the order of execution
+            if layer in chosen_in:
+                entries = golden()[f"{prompt}.index_topk.f32_noquant.layer{layer}"].int()
+                _same(f"entries chosen in layer {layer}", chosen_in[layer][:, : entries.shape[1]], entries)
             _same(f"experts of layer {layer}", ids, want)
-        for layer, index in zip(solo.loaded.config.index_source_layer_ids, seen["select_entries"], strict=True):
-            want = golden()[f"{prompt}.index_topk.f32_noquant.layer{layer}"].int()
-            _same(f"entries chosen in layer {layer}", index[:, : want.shape[1]], want)
         mask = golden().get(f"{prompt}.candidates.f32_noquant.layer4")
         if mask is not None:
             block = torch.arange(mask.shape[1]) // solo.loaded.config.candidate_block_size

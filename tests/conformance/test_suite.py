@@ -208,8 +208,14 @@ def test_exit_codes_of_the_command(tmp_path, capsys):
         assert command(["conformance", *arguments]) == 2
         assert words in capsys.readouterr().err
     with registered(Subject(NotHere())):
-        assert command(["conformance", "--backend", "not_here"]) == 2
+        assert command(["conformance", "--backend", "not_here", "--report", str(tmp_path / "r.json")]) == 2
     assert "Plug the card in." in capsys.readouterr().err
+    assert "Plug the card in." in (tmp_path / "r.json").read_text()
+
+
+def test_a_case_id_is_a_filter(capsys):
+    assert command(["conformance", "--backend", "cpu_ref", "--ops", "embed(one_row,ideal,seed=7)"]) == 0
+    assert "cpu_ref conforms: 1 passed" in capsys.readouterr().out
 
 
 def test_the_pytest_door(tmp_path):
