@@ -8,6 +8,7 @@ from deepinfer_backends.cpu_ref.kernels import ReferenceKernels
 from deepinfer_backends.cuda_sm100.activations import ActivationOps
 from deepinfer_backends.cuda_sm100.attention import AttentionOps
 from deepinfer_backends.cuda_sm100.caches import CacheOps
+from deepinfer_backends.cuda_sm100.distribution import DistributionOps
 from deepinfer_backends.cuda_sm100.drafting import DraftOps
 from deepinfer_backends.cuda_sm100.engram import EngramOps
 from deepinfer_backends.cuda_sm100.experts import ExpertOps
@@ -27,6 +28,7 @@ class CudaKernels(
     IndexerOps,
     EngramOps,
     DraftOps,
+    DistributionOps,
     SamplingOps,
     HyperOps,
     CacheOps,

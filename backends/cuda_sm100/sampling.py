@@ -1,4 +1,4 @@
-"""Sampling: the distribution of each row, canonical draws, verification of drafts. Everything that decides is integer arithmetic.
+"""Sampling after `log_probs`: canonical draws, verification of drafts, grammar masks. What decides is integer arithmetic.
 
 The integer definitions are those of `deepinfer_core.backend.canonical`; sums of integers do not depend on their order, so neither the
 number of programs nor the batch can change a token.
@@ -13,17 +13,16 @@ from torch import Tensor
 
 from deepinfer_backends.cuda_sm100.launch import ceil_div, launch
 from deepinfer_core.backend.canonical import exp_table
-from deepinfer_core.backend.types import RandomRows, SamplingRows, Verification
+from deepinfer_core.backend.types import RandomRows, Verification
 
 _BLOCK = 4096
-_UNLIMITED = tl.constexpr(1 << 62)
 _MASK = tl.constexpr(0xFFFFFFFF)
 _ALPHA = tl.constexpr(2147376276)  # floor(exp(-5e-5) * 2^31), DeepInfer 0.1.0's acceptance rule
 _NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def _integer_exp(log_value, table, BITS: tl.constexpr):
+def integer_exp(log_value, table, BITS: tl.constexpr):
     """floor(exp(min(log_value, 0)) * 2^BITS) as int64; NaN gives 0. See canonical.integer_exp."""
     known = tl.where(log_value == log_value, log_value, -23.0)
     z = (tl.minimum(tl.maximum(known, -23.0), 0.0) * -16777216.0).to(tl.int32)
@@ -58,136 +57,11 @@ def _draw_below(word0, word1, total):
 
 
 @triton.jit
-def _order(x):
-    """int64 keys in [0, 2^32) that order float32 values as the values do (-0 as 0)."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.int64) & _MASK
-
-
-@triton.jit
-def _log_softmax_kernel(
-    logits, temperature, threshold, ties, least, out, size, stride, FILTERED: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """One row: log-probabilities of logits / temperature; FILTERED: of the ids above `threshold`, of its first `ties` equals, and not
-    below `least`; GREEDY: rows of temperature 0 give 0 at the lowest argmax and -inf elsewhere."""
-    row = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, BLOCK)
-    best = tl.full((BLOCK,), _NEGATIVE_INFINITY, tl.float32)
-    best_at = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, size, BLOCK):
-        x = tl.load(logits + row * stride + first + lanes, mask=first + lanes < size, other=_NEGATIVE_INFINITY)
-        best_at = tl.where(x > best, first + lanes, best_at)
-        best = tl.maximum(best, x)
-    top = tl.max(best, 0)
-    heat = tl.load(temperature + row)
-    scale = tl.where(heat == 0.0, 1.0, heat)
-    total = tl.zeros((BLOCK,), tl.float32)
-    taken = 0
-    for first in range(0, size, BLOCK):
-        x = tl.load(logits + row * stride + first + lanes, mask=first + lanes < size, other=_NEGATIVE_INFINITY)
-        z = tl.div_rn(x - top, scale)
-        if FILTERED:
-            keep, taken = _kept(x, z, tl.load(threshold + row), tl.load(ties + row), tl.load(least + row), taken)
-            z = tl.where(keep, z, _NEGATIVE_INFINITY)
-        total += tl.exp(z)
-    log_total = tl.log(tl.sum(total, 0))
-    winner = tl.min(tl.where(best == top, best_at, size), 0)
-    taken = 0
-    for first in range(0, size, BLOCK):
-        inside = first + lanes < size
-        x = tl.load(logits + row * stride + first + lanes, mask=inside, other=_NEGATIVE_INFINITY)
-        z = tl.div_rn(x - top, scale)
-        if FILTERED:
-            keep, taken = _kept(x, z, tl.load(threshold + row), tl.load(ties + row), tl.load(least + row), taken)
-            z = tl.where(keep, z, _NEGATIVE_INFINITY)
-        z = z - log_total
-        if GREEDY:
-            z = tl.where(heat == 0.0, tl.where(first + lanes == winner, 0.0, _NEGATIVE_INFINITY), z)
-        tl.store(out + row * size + first + lanes, z, mask=inside)
-
-
-@triton.jit
-def _kept(x, z, threshold, ties, least, taken):
-    """(mask of the ids of a block that stay, equals of the threshold seen so far)."""
-    key = _order(x)
-    equal = (key == threshold).to(tl.int32)
-    place = taken + tl.cumsum(equal, 0)
-    keep = (key > threshold) | ((equal > 0) & (place <= ties))
-    return keep & (z >= least), taken + tl.sum(equal, 0)
-
-
-@triton.jit
-def _threshold_kernel(
-    logits, temperature, top_k, top_p, table, mass, threshold, ties, size, stride, BLOCK: tl.constexpr
-):  # fmt: skip
-    """One row: where the order of ids (by falling logit) is cut: the largest key whose ids and all above have more mass than top_p, or
-    number top_k; and how many equals of it stay. Found bit by bit. -1 and 0: nothing is cut."""
-    row = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, BLOCK)
-    p, k = tl.load(top_p + row), tl.load(top_k + row)
-    limit = tl.where(p < 1.0, (p * 2147483648.0).to(tl.int64), _UNLIMITED)
-    count = tl.where(k > 0, k, size)
-    cut = (p < 1.0) | (k > 0)
-    found = tl.full((), -1, tl.int64)
-    kept_ties = tl.zeros((), tl.int32)
-    if cut:
-        _write_masses(logits + row * stride, tl.load(temperature + row), table, mass + row * size, size, lanes, BLOCK)
-        tl.debug_barrier()
-        found = tl.zeros((), tl.int64)
-        for step in range(32):
-            tried = found | (tl.full((), 1, tl.int64) << (31 - step))
-            above, number = _mass_from(logits + row * stride, mass + row * size, tried, size, lanes, BLOCK)
-            found = tl.where((above > limit) | (number >= count), tried, found)
-        at_least, number_at_least = _mass_from(logits + row * stride, mass + row * size, found, size, lanes, BLOCK)
-        above, number = _mass_from(logits + row * stride, mass + row * size, found + 1, size, lanes, BLOCK)
-        equals = number_at_least - number
-        each = (at_least - above) // tl.maximum(equals, 1)
-        by_mass = tl.where(each > 0, (limit - above) // tl.maximum(each, 1) + 1, equals.to(tl.int64))
-        kept_ties = tl.minimum(tl.minimum(by_mass, equals.to(tl.int64)), (count - number).to(tl.int64)).to(tl.int32)
-    tl.store(threshold + row, found)
-    tl.store(ties + row, kept_ties)
-
-
-@triton.jit
-def _write_masses(logits, heat, table, mass, size, lanes, BLOCK: tl.constexpr):
-    """31-bit masses of softmax(logits / temperature)."""
-    best = tl.full((BLOCK,), _NEGATIVE_INFINITY, tl.float32)
-    for first in range(0, size, BLOCK):
-        best = tl.maximum(best, tl.load(logits + first + lanes, mask=first + lanes < size, other=_NEGATIVE_INFINITY))
-    top = tl.max(best, 0)
-    scale = tl.where(heat == 0.0, 1.0, heat)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, size, BLOCK):
-        x = tl.load(logits + first + lanes, mask=first + lanes < size, other=_NEGATIVE_INFINITY)
-        total += tl.exp(tl.div_rn(x - top, scale))
-    log_total = tl.log(tl.sum(total, 0))
-    for first in range(0, size, BLOCK):
-        x = tl.load(logits + first + lanes, mask=first + lanes < size, other=_NEGATIVE_INFINITY)
-        w = _integer_exp(tl.div_rn(x - top, scale) - log_total, table, 31)
-        tl.store(mass + first + lanes, tl.minimum(w, 2147483647).to(tl.int32), mask=first + lanes < size)
-
-
-@triton.jit
-def _mass_from(logits, mass, key, size, lanes, BLOCK: tl.constexpr):
-    """(mass, number) of the ids whose key is at least `key`."""
-    total = tl.zeros((BLOCK,), tl.int64)
-    number = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, size, BLOCK):
-        inside = first + lanes < size
-        x = tl.load(logits + first + lanes, mask=inside, other=0.0)
-        w = tl.load(mass + first + lanes, mask=inside, other=0)
-        counted = inside & (_order(x) >= key)
-        total += tl.where(counted, w, 0).to(tl.int64)
-        number += counted.to(tl.int32)
-    return tl.sum(total, 0), tl.sum(number, 0)
-
-
-@triton.jit
 def _weights(target, draft, has_draft, ids, inside, table, VERIFY: tl.constexpr):
     """Integer weights of a block of ids: of the target, less the shrunk draft where there is one."""
-    w = tl.where(inside, _integer_exp(tl.load(target + ids, mask=inside, other=_NEGATIVE_INFINITY), table, 31), 0)
+    w = tl.where(inside, integer_exp(tl.load(target + ids, mask=inside, other=_NEGATIVE_INFINITY), table, 31), 0)
     if VERIFY:
-        d = _integer_exp(tl.load(draft + ids, mask=inside, other=_NEGATIVE_INFINITY), table, 31)
+        d = integer_exp(tl.load(draft + ids, mask=inside, other=_NEGATIVE_INFINITY), table, 31)
         w = tl.maximum(w - tl.where(has_draft, (d * _ALPHA) >> 31, 0), 0)
     return w
 
@@ -242,7 +116,7 @@ def _draw_kernel(
         x = tl.maximum(chosen_draft, 0)
         ratio = tl.load(target + row * target_stride + x) - tl.load(draft + row * draft_stride + x)
         word, _ = _philox(seed, base + 2)
-        passes = (word * 2 < _integer_exp(ratio, table, 33)) & has_draft
+        passes = (word * 2 < integer_exp(ratio, table, 33)) & has_draft
         tl.store(accepted + row, tl.where(is_greedy, chosen_draft == best, passes))
         token = tl.where(is_greedy, best, token)
         mass = total.to(tl.float32) * 4.656612873077393e-10
@@ -261,26 +135,7 @@ def _bitmask_kernel(logits, bitmask, rows, size, stride, words, BLOCK: tl.conste
 
 
 class SamplingOps:
-    """Ops of the contract's group "sampling"."""
-
-    def log_probs(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        count, size = logits.shape
-        out = torch.empty(count, size, dtype=torch.float32, device=logits.device)
-        threshold = ties = least = None
-        if rows.any_filtered:
-            mass = torch.empty(count, size, dtype=torch.int32, device=logits.device)
-            threshold = torch.empty(count, dtype=torch.int64, device=logits.device)
-            ties = torch.empty(count, dtype=torch.int32, device=logits.device)
-            least = rows.min_p.log()
-            launch(
-                _threshold_kernel, (count,), logits, rows.temperature, rows.top_k, rows.top_p, exp_table(logits.device), mass, threshold,
-                ties, size, logits.stride(0), warps=8, BLOCK=_BLOCK,
-            )  # fmt: skip
-        launch(
-            _log_softmax_kernel, (count,), logits, rows.temperature, threshold, ties, least, out, size, logits.stride(0),
-            warps=8, FILTERED=rows.any_filtered, GREEDY=rows.any_greedy, BLOCK=_BLOCK,
-        )  # fmt: skip
-        return out
+    """Ops of the contract's group "sampling" that follow `log_probs`."""
 
     def sample(self, log_probs: Tensor, random: RandomRows) -> Tensor:
         return self._drawn(log_probs, None, None, random, None).tokens
