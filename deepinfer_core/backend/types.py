@@ -200,6 +200,6 @@ class RandomRows(NamedTuple):
 class Verification(NamedTuple):
     """Result of `verify`, one entry per verified row."""
 
-    accepted: Tensor  # bool [Q]: the row's draft passes (meaningless on rows without a draft)
+    accepted: Tensor  # bool [Q]: the row's draft passes; False on rows without a draft
     tokens: Tensor  # int64 [Q]: token to emit if this is the first row that does not pass
     estimate: Tensor  # float32 [Q]: max(1 - mass of the residual, 0), 0 on rows without a draft
