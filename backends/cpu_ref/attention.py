@@ -41,7 +41,7 @@ class Angles(NamedTuple):
     def of(cls, rope: Rope, dims: int) -> Angles:
         """Angles for tensors of `dims` dimensions, rows first."""
         angles = rope.table.index_select(0, rope.positions)
-        return cls(*angles.view(angles.shape[0], *[1] * (dims - 2), 2, -1, 1).unbind(dims - 1))
+        return cls(*angles.view(angles.shape[0], *[1] * (dims - 2), 2, angles.shape[1] // 2, 1).unbind(dims - 1))
 
 
 @lru_cache

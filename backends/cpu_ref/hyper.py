@@ -42,13 +42,13 @@ class HyperOps(LinearOps):
     """Ops of the contract's group "hyper-connections"."""
 
     def hc_pre(self, streams: Tensor, pre: Tensor, weights: HcWeights, norm_weight: Tensor, constants: HcConstants) -> HcInput:
-        m = streams.shape[1]
+        rows, m, _ = streams.shape
         f = streams.float()
         flat = f.flatten(1)
         mix = matmul(flat, weights.fn).mul_(inverse_rms(flat, constants.norm_eps))
         mix = mix.mul_(weights.scale[_scale_of_column(m, streams.device)]).add_(weights.base)
         gates = sigmoid(mix[:, : 2 * m])
-        comb = sinkhorn(mix[:, 2 * m :].reshape(-1, m, m), constants.sinkhorn_iters, constants.hc_eps)
+        comb = sinkhorn(mix[:, 2 * m :].reshape(rows, m, m), constants.sinkhorn_iters, constants.hc_eps)
         x = self.rms_norm(self._collapse(f, pre), norm_weight, constants.norm_eps)
         return HcInput(x, self.quantize(x), gates[:, :m] + scalar(constants.hc_eps), gates[:, m:] * scalar(2.0), comb)
 

@@ -29,7 +29,7 @@ _E2M1_BOUNDS[1::2] = torch.nextafter(_E2M1_BOUNDS[1::2], torch.zeros(3))
 
 def split_last(x: Tensor, size: int) -> Tensor:
     """x [..., d] as [..., d/size, size]."""
-    return x.reshape(*x.shape[:-1], -1, size)  # Tensor.unflatten is a Python function, and slower
+    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)  # Tensor.unflatten is a Python function, and slower
 
 
 def power_of_two_at_least(x: Tensor) -> Tensor:
