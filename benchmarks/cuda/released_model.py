@@ -92,7 +92,7 @@ class RandomWeights:
 
     def tensor(self, name: str) -> Tensor:
         spec = self._specs[name]
-        mean, deviation = statistics_of(name, spec.shape[-1])
+        mean, deviation = statistics_of(name, spec.shape[-1]) if not name.endswith("gate.bias") else (0.0, 0.0)  # routes evenly
         values = torch.randn(spec.shape, generator=self._generator, device=self.device, dtype=spec.dtype)
         return values.mul_(deviation).add_(mean)
 
