@@ -49,19 +49,25 @@ class AscendBackend(Backend):
         return _CLAIMS
 
     def kernels(self, device: str, numerics: Numerics = Numerics.RELEASE, batch_invariant: bool = False) -> Kernels:
-        import torch
-
         from deepinfer_backends.ascend950 import environment
 
+        place = environment.npu_device(device)
+        environment.require()
         environment.configure()
+        import torch
+
         from deepinfer_backends.ascend950.kernels import AscendKernels
 
-        return AscendKernels(torch.device(device or "npu:0"), numerics)
+        return AscendKernels(torch.device(place), numerics)
 
     def runtime(self, device: str) -> DeviceRuntime:
+        from deepinfer_backends.ascend950 import environment
+
+        place = environment.npu_device(device)
+        environment.require()
         from deepinfer_backends.ascend950.runtime import AscendRuntime
 
-        return AscendRuntime(device or "npu:0")
+        return AscendRuntime(place)
 
     def emulated(self) -> Backend:
         from deepinfer_backends.ascend950.emulated import EmulatedAscend

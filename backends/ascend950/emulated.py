@@ -27,12 +27,16 @@ class EmulatedAscend(AscendBackend):
         return Probe(available=not reason, reasons=(reason,) if reason else (), devices=() if reason else (_WHAT,))
 
     def capabilities(self) -> Capabilities:
-        device = {"device_type": "cpu", "architectures": (), "graph_capture": False, "collectives": frozenset({"gloo"})}
+        device = {"device_type": "cpu", "architectures": (), "collectives": frozenset({"gloo"})}
         return super().capabilities().model_copy(update=device)
 
     def kernels(self, device: str, numerics: Numerics = Numerics.RELEASE, batch_invariant: bool = False) -> Kernels:
         from deepinfer_backends.ascend950.emulation.host import prepare_host
 
+        if device not in ("", "cpu"):
+            raise BackendError(
+                f"backend {self.name!r} has no device {device!r}: it emulates CANN's operators on the CPU, so leave it empty"
+            )
         reason = prepare_host()
         if reason:
             raise BackendError(f"backend {self.name!r}: {reason}")

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from deepinfer_core.errors import BackendError
+
 WHEEL = "torch-npu"
 MINIMUM_CANN = (9, 2)
 """Older kernels ignore `max_low_bound` and refuse `scale_alg=2` (torch-npu 2.13.0, notes of npu_dynamic_mx_quant)."""
@@ -149,6 +151,21 @@ def installed_version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def npu_device(name: str) -> str:
+    """The torch device that the configuration means by `name`: "" is the first NPU. Raises BackendError for anything but npu:N."""
+    kind, _, index = (name or "npu:0").partition(":")
+    if kind != "npu" or not (index or "0").isdigit():
+        raise BackendError(f"backend 'ascend950' has no device {name!r}: set backend.device to '' or 'npu:N'")
+    return f"npu:{index or 0}"
+
+
+def require() -> None:
+    """Raises BackendError with the first problem, if there is one."""
+    problem = first_problem()
+    if problem:
+        raise BackendError(f"backend 'ascend950' is not available here: {problem}")
 
 
 def first_problem(answers: Callable[[], Iterator[Check]] = checks) -> str:

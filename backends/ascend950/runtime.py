@@ -12,15 +12,13 @@ from torch import Tensor
 
 from deepinfer_backends.ascend950 import environment
 from deepinfer_core.backend.runtime import DeviceRuntime, Event, Graph, MemoryInfo, PendingCopy
-from deepinfer_core.errors import BackendError, EngineError
+from deepinfer_core.errors import EngineError
 
 
 class AscendRuntime(DeviceRuntime):
     """Everything is enqueued on the current stream. torch_npu keeps a pinned buffer until the copies that use it are done."""
 
     def __init__(self, device: str = "npu:0") -> None:
-        if device.partition(":")[0] != "npu":
-            raise BackendError(f"backend 'ascend950' has no runtime for device {device!r}: set backend.device to '' or 'npu:N'")
         self._npu = environment.configure()
         self.device = torch.device(device)
         self._npu.set_device(self.device)

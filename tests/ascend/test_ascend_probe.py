@@ -12,6 +12,7 @@ from deepinfer_backends.ascend950.backend import AscendBackend
 from deepinfer_backends.ascend950.environment import Check
 from deepinfer_core.backend import Numerics
 from deepinfer_core.config import EngineConfig
+from deepinfer_core.errors import BackendError
 
 
 def _installed(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
@@ -57,6 +58,20 @@ def test_checks_stop_at_the_first_problem(monkeypatch: pytest.MonkeyPatch) -> No
     assert [check.name for check in environment.checks()] == ["torch_npu wheel"]
 
 
+@pytest.mark.parametrize("device", ["cuda:0", "npu:x", "no_such_device:7"])
+def test_other_devices_are_refused_by_name(device: str) -> None:
+    for build in (AscendBackend().kernels, AscendBackend().runtime):
+        with pytest.raises(BackendError, match=f"has no device '{device}'"):
+            build(device)
+
+
+def test_kernels_and_runtime_say_why_they_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    _installed(monkeypatch, torch="2.13.0")
+    for build in (AscendBackend().kernels, AscendBackend().runtime):
+        with pytest.raises(BackendError, match="'ascend950' is not available here: torch-npu is not installed"):
+            build("")
+
+
 def test_defaults_keep_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in environment.DEFAULTS:
         monkeypatch.delenv(name, raising=False)
@@ -88,7 +103,6 @@ def test_unclaimed_features() -> None:
 def test_a_config_that_asks_for_unclaimed_features_is_refused_with_the_backends_that_have_them() -> None:
     from deepinfer_core.backend.registry import Selected, discover
     from deepinfer_core.backend.requirements import check_requirements
-    from deepinfer_core.errors import BackendError
 
     registry = discover()
     found = registry.find("ascend950")
