@@ -245,7 +245,7 @@ class Engine:
             return self._commit_result(handle, result, outputs)
 
     def _commit_result(self, handle: StepHandle, result: StepResult, outputs: StepOutputs) -> np.ndarray:
-        cost = self.times.finish(handle)
+        cost = self.times.finish(handle, self.scheduler.stats().output_tokens)
         if self.costs is not None and cost.decodes:
             self.costs.observe(cost.rows, cost.sequences, cost.forward, cost.sample, bool(handle.plan.draft.any()))
         updates = self.scheduler.commit(handle.plan, result)
@@ -269,6 +269,7 @@ class Engine:
             return
         if sample.parent.first_token is None:
             sample.parent.first_token = time.monotonic()
+            self.times.first_tokens.append(sample.parent.first_token - sample.parent.arrival)
         tokens = [int(token) for token in update.tokens]
         sample.sampling.append(tokens)
         kept, text, stopped = sample.text.feed(tokens)
