@@ -42,24 +42,28 @@ class ControlledDrafts:
     """Lets the drafter run, then replaces its drafts by the known continuation with probability p at each position."""
 
     def __init__(self, llm: LLM, known: np.ndarray) -> None:
+        self._inputs: Any = None
         self.known = torch.from_numpy(known)  # int64 [requests, positions]
         self.p, self.right = 1.0, torch.ones(known.shape, dtype=torch.bool)
         self.drafted = 0  # steps that drafted
-        self._draft, runner = llm.engine.runner._draft, llm.engine.runner
-        runner._draft = self._replace  # type: ignore[method-assign]
+        runner, drafter = llm.engine.runner, llm.parts.loaded.drafter
+        assert drafter is not None
+        self._draft, self._forward = runner._draft, drafter.forward
+        runner._draft, drafter.forward = self._replace, self._watch  # type: ignore[method-assign]
 
     def set(self, p: float) -> None:
         """Chooses p."""
         self.p, self.right = p, torch.rand(self.known.shape, generator=torch.Generator().manual_seed(7)) < p
 
+    def _watch(self, inputs: Any, length: int, caches: Any) -> Any:
+        self._inputs = inputs
+        return self._forward(inputs, length, caches)
+
     def _replace(self, handle: Any, batch: Any, sampled: np.ndarray, stops: Any, outputs: Any) -> None:
         self._draft(handle, batch, sampled, stops, outputs)
-        plan = handle.plan
-        row = torch.tensor([int(plan.requests[s].split("-")[-1]) for s in sampled])[:, None]
-        last = torch.from_numpy(np.where(plan.is_prefill, handle.rows - 1, 0)[sampled])
+        row = torch.tensor([int(handle.plan.requests[s].split("-")[-1]) for s in sampled])[:, None]
         chosen = torch.from_numpy(sampled)
-        first = handle.start[chosen] + last + outputs.accepted[chosen] + 2
-        at = (first[:, None] + torch.arange(DRAFTS)).clamp_max(self.known.shape[1] - 1)
+        at = (self._inputs.position[:, None] + torch.arange(2, 2 + DRAFTS)).clamp_max(self.known.shape[1] - 1)
         outputs.drafts[chosen] = torch.where(self.right[row, at], self.known[row, at], (self.known[row, at] + 1) % 64 + 3)
         outputs.confidences[chosen] = self.p
         self.drafted += 1
