@@ -34,15 +34,13 @@ def plan_budget(survival: np.ndarray, cost: CostTable) -> int:
     survival [R, D] from the older confidences; drafts that do not exist are 0. The smallest budget wins among equals, so a larger one
     must be strictly better. If no budget is allowed, all drafts are verified.
     """
-    rates = _tokens_per_ms(survival, cost)
+    rates = _tokens_per_ms(np.sort(survival, axis=None)[::-1], len(survival), cost)
     return len(survival) + (int(np.argmax(rates)) if rates.any() else survival.size)
 
 
-def _tokens_per_ms(survival: np.ndarray, cost: CostTable) -> np.ndarray:
-    """float64 [R*D + 1]: expected tokens per millisecond with the best 0, 1, … drafts; 0 where no such step is allowed."""
-    requests = len(survival)
-    gains = np.sort(survival, axis=None)[::-1]
-    rows = np.arange(requests, requests + survival.size + 1)
+def _tokens_per_ms(gains: np.ndarray, requests: int, cost: CostTable) -> np.ndarray:
+    """float64 [n + 1]: expected tokens per millisecond with the first 0, 1, … of n drafts, whose survivals `gains` fall; 0: not allowed."""
+    rows = np.arange(requests, requests + len(gains) + 1)
     expected = requests + np.concatenate([[0.0], np.cumsum(gains, dtype=np.float64)])
     return expected / cost.step_ms(rows, requests)
 
@@ -89,7 +87,8 @@ class DraftingGauge:
 
     def decide(self, requests: int) -> bool:
         """Whether the next step, of `requests` decoding requests, should draft."""
-        drafting = _tokens_per_ms(np.tile(self.mean, (requests, 1)), self._cost).max()
+        gains = np.repeat(np.sort(self.mean)[::-1], requests)  # as if every request had the mean
+        drafting = _tokens_per_ms(gains, requests, self._cost).max()
         self.pays = bool(drafting * self._cost.plain_ms(requests) >= requests) or self._idle >= self.PROBE
         self._idle = 0 if self.pays else self._idle + 1
         return self.pays
