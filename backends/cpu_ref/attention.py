@@ -201,7 +201,7 @@ class AttentionOps(LinearOps):
     def _attend(self, q: Tensor, keys: Tensor, valid: Tensor, sink: Tensor, scale: float) -> Tensor:
         """q [t, H, hd], keys [t, c, hd], valid [t, c] -> [t, H, hd]. `c` is fixed for a layer, so rows do not influence one another."""
         scores = torch.bmm(q, keys.transpose(1, 2)).mul_(scalar(scale)).masked_fill_(~valid.unsqueeze(1), -torch.inf)
-        top = scores.amax(-1, True).clamp_min_(scalar(_LOWEST))  # finite even for a row without keys, whose p and result are then 0
+        top = scores.amax(-1, True).clamp_min_(_LOWEST)  # finite even for a row without keys, whose p and result are then 0
         p = scores.sub_(top).exp_()
         total = p.sum(-1, True).add_((sink.unsqueeze(1) - top).exp_())
         return self._round(torch.bmm(self._round(p).float(), keys).div_(total))
@@ -214,7 +214,7 @@ class AttentionOps(LinearOps):
         history = valid & (current < scalar(0))
         # The row of zeros behind the last is read for -1: for keys that are missing, or that come from the ring.
         keys = torch.cat((window.current.float(), window.current.new_zeros(1, window.current.shape[1], dtype=torch.float32)))
-        keys = keys[current.clamp_min_(scalar(-1))]
+        keys = keys[current.clamp_min_(-1)]
         if history.any():
             slot = index.clamp(scalar(0), scalar(slots * length - 1))
             entries = window.ring.data[slot // scalar(length), slot % scalar(length)]
@@ -228,7 +228,7 @@ class AttentionOps(LinearOps):
         n = scalar(pages.entries_per_page)
         index = selected.index[rows].long()
         valid = index >= scalar(0)
-        entry = index.clamp_min(scalar(0))
+        entry = index.clamp_min(0)
         page = pages.block_table[pages.sequence[rows].unsqueeze(1), entry // n]
         keys = load_entries(pages, page, entry % n)
         return keys.masked_fill_(~valid.unsqueeze(-1), 0.0), valid

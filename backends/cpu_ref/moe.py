@@ -36,7 +36,7 @@ class MoeOps(LinearOps):
 
     def moe_gate(self, x: Tensor, weight: Weight, bias: Tensor, top_k: int, scale: float) -> Routing:
         logits = self.linear(x, weight, torch.float32)
-        softplus = logits.abs().neg_().exp_().log1p_().add_(logits.clamp_min(scalar(0.0)))
+        softplus = logits.abs().neg_().exp_().log1p_().add_(logits.clamp_min(0.0))
         scores = softplus.sqrt_()
         ids = (scores + bias).sort(dim=1, descending=True, stable=True).indices[:, :top_k]
         chosen = scores.gather(1, ids)
@@ -60,7 +60,7 @@ class MoeOps(LinearOps):
     def _experts(self, x: Tensor, weights: Tensor | None, sizes: dict[int, int], experts: ExpertWeights, limit: float) -> Tensor:
         """Down projections (rounded, as float32) of rows x [R, D] that lie expert by expert, sizes[e] rows for expert e."""
         gate, up = self._grouped(x, sizes, experts.w13).chunk(2, 1)
-        gate = gate.clamp_max(scalar(limit))
+        gate = gate.clamp_max(limit)
         a = gate.div_(gate.neg().exp_().add_(scalar(1.0))).mul_(up.clamp(scalar(-limit), scalar(limit)))
         if weights is not None:
             a = a.mul_(weights.unsqueeze(1))

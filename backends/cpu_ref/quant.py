@@ -40,7 +40,7 @@ def power_of_two_at_least(x: Tensor) -> Tensor:
 def _blocks(x: Tensor, size: int, floor: float) -> tuple[Tensor, Tensor]:
     """(x [..., d] seen as [..., d/size, size], largest magnitude of each block, at least `floor`: [..., d/size, 1])."""
     blocks = split_last(x, size)
-    return blocks, blocks.abs().amax(-1, True).clamp_min_(scalar(floor))
+    return blocks, blocks.abs().amax(-1, True).clamp_min_(floor)
 
 
 def _fp8_scale(amax: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def fp4_index_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
 def fp4_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     """(codes [..., d/16, 16], scales [..., d/16, 1] e4m3) of float32 x: rule of compressed entries."""
     blocks, amax = _blocks(x, 16, FP4_AMAX_FLOOR)
-    scale = amax.div_(scalar(E2M1_MAX)).clamp_max_(scalar(E4M3_MAX)).to(dtype=torch.float8_e4m3fn)
+    scale = amax.div_(scalar(E2M1_MAX)).clamp_max_(E4M3_MAX).to(dtype=torch.float8_e4m3fn)
     return e2m1_codes((blocks / scale.float()).clamp_(-E2M1_MAX, E2M1_MAX)), scale
 
 
@@ -133,7 +133,7 @@ def e8m0_bytes(scale: Tensor) -> Tensor:
 def e8m0_values(data: Tensor) -> Tensor:
     """float32 powers of two of exponent bytes (uint8 or float8_e8m0fnu). Byte 0 is the subnormal 2^-127."""
     bits = data.view(torch.uint8).int().bitwise_left_shift_(scalar(23))
-    return bits.clamp_min_(scalar(0x400000)).view(torch.float32)
+    return bits.clamp_min_(0x400000).view(torch.float32)
 
 
 def encode(values: Tensor, fmt: CacheFormat) -> tuple[Tensor, Tensor]:
