@@ -216,7 +216,7 @@ class AttentionOps(LinearOps):
         keys = torch.cat((window.current.float(), window.current.new_zeros(1, window.current.shape[1], dtype=torch.float32)))
         keys = keys[current.clamp_min_(-1)]
         if history.any():
-            slot = index.clamp(scalar(0), scalar(slots * length - 1))
+            slot = index.clamp(0, slots * length - 1)
             entries = window.ring.data[slot // scalar(length), slot % scalar(length)]
             data_bytes = window.ring.format.data_bytes(window.current.shape[1])
             old = quant.decode(entries[..., :data_bytes], entries[..., data_bytes:], window.ring.format)

@@ -61,7 +61,7 @@ class MoeOps(LinearOps):
         """Down projections (rounded, as float32) of rows x [R, D] that lie expert by expert, sizes[e] rows for expert e."""
         gate, up = self._grouped(x, sizes, experts.w13).chunk(2, 1)
         gate = gate.clamp_max(limit)
-        a = gate.div_(gate.neg().exp_().add_(scalar(1.0))).mul_(up.clamp(scalar(-limit), scalar(limit)))
+        a = gate.div_(gate.neg().exp_().add_(scalar(1.0))).mul_(up.clamp(-limit, limit))
         if weights is not None:
             a = a.mul_(weights.unsqueeze(1))
         return self._grouped(self.quantize(self._round(a)), sizes, experts.w2)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 @lru_cache(maxsize=1024)
 def scalar(value: float) -> Tensor:
-    """`value` as a 0-dim CPU tensor, float32 or int64: an operand for tensors on any device, which does not change their dtype.
+    """`value` as a 0-dim CPU tensor, float32 or int64: an operand for tensors on any device (not of clamp, which
+    wants a Python number there), which does not change their dtype.
 
     Shared by all callers: never modified.
     """

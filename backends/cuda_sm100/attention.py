@@ -14,26 +14,13 @@ from torch import Tensor
 from deepinfer_backends.cuda_sm100.caches import FORMATS, EntryLayout
 from deepinfer_backends.cuda_sm100.launch import ceil_div, launch, power_of_two
 from deepinfer_backends.cuda_sm100.numeric import turned
-from deepinfer_backends.cuda_sm100.prefill import expands, prefill_attention
+from deepinfer_backends.cuda_sm100.prefill import expands, prefill_attention, rotate_kernel
 from deepinfer_backends.cuda_sm100.products import decoded_pairs
 from deepinfer_core.backend.types import Rope, SelectedEntries, WindowKeys
 
 _KEYS = 32  # keys of one block: two blocks in flight, their decoded copy and the query fill the shared memory of a multiprocessor
 _MOST_SPLITS = 32
 _PROGRAMS = 132  # multiprocessors of an H200; one program fills one
-
-
-@triton.jit
-def _rotate_kernel(
-    query, out, table, positions, heads, stride, head_stride, DIM: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, RD: tl.constexpr
-):  # fmt: skip
-    """out [rows, heads, DIM] = rotated queries of ROWS heads of one row."""
-    row = tl.program_id(0).to(tl.int64)
-    head, d = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
-    mask = (head < heads)[:, None] & (d < DIM)[None, :]
-    at = query + row * stride + head[:, None] * head_stride + d[None, :]
-    q = turned(tl.load(at, mask=mask, other=0.0).to(tl.float32), table, tl.load(positions + row), 1.0, DIM, RD)
-    tl.store(out + (row * heads + head[:, None]) * DIM + d[None, :], q, mask=mask)
 
 
 @triton.jit
@@ -170,7 +157,7 @@ class AttentionOps:
             source = (selected.index, selected.pages.data, selected.pages.block_table, selected.pages.sequence)
             strides = (selected.index.stride(0), selected.pages.block_table.stride(0))
         launch(
-            _rotate_kernel, (rows, ceil_div(heads, 8)), query, turned_query, rope.table, rope.positions, heads, query.stride(0),
+            rotate_kernel, (rows, ceil_div(heads, 8)), query, turned_query, rope.table, rope.positions, heads, query.stride(0),
             query.stride(1), warps=4, DIM=dim, D=d, ROWS=8, RD=rd,
         )  # fmt: skip
         launch(

@@ -25,7 +25,7 @@ LIBRARY_ROWS = 256
 """Rows from which decoding a weight to bfloat16 and calling cuBLAS beats reading it encoded (the decoded copy costs 4 bytes of traffic
 for each weight, a row 2 operations for each weight)."""
 
-_PROGRAMS = 528  # four for each multiprocessor of an H200: enough loads in flight to saturate its memory
+_PROGRAMS = 264  # two for each multiprocessor of an H200: enough loads in flight to saturate its memory
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -146,7 +146,7 @@ class LinearOps:
         values = x.values if x.values.stride(-1) == 1 else x.values.contiguous()
         out = torch.empty(rows, outputs, dtype=dtype, device=values.device)
         block_r = row_block(rows)
-        block_n = 128 if x.scales is not None or block_r >= 128 else 64
+        block_n = 128 if x.scales is not None or block_r >= 128 or (block_r == 64 and outputs >= 1024) else 64
         if groups > 1:
             block_n = min(block_n, 1 << ((outputs // groups) & -(outputs // groups)).bit_length() - 1)
         splits, tiles = splits_of(outputs, inputs), ceil_div(inputs, TILE)

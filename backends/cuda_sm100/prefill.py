@@ -68,17 +68,34 @@ def _join_kernel(
     tl.store(out + row * width + c, tl.where(index >= 0, index, nothing), mask=c < width)
 
 
+@triton.jit
+def rotate_kernel(
+    query, out, table, positions, heads, stride, head_stride, DIM: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, RD: tl.constexpr
+):  # fmt: skip
+    """out [rows, heads, DIM] = rotated queries of ROWS heads of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    head, d = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
+    mask = (head < heads)[:, None] & (d < DIM)[None, :]
+    at = query + row * stride + head[:, None] * head_stride + d[None, :]
+    q = turned(tl.load(at, mask=mask, other=0.0).to(tl.float32), table, tl.load(positions + row), 1.0, DIM, RD)
+    tl.store(out + (row * heads + head[:, None]) * DIM + d[None, :], q, mask=mask)
+
+
 @triton.jit(do_not_specialize=["width", "nothing"])
 def _rows_kernel(
     query, keys, index, sink, table, positions, out, scale, heads, width, stride, head_stride, nothing,
     DIM: tl.constexpr, H: tl.constexpr, D: tl.constexpr, K: tl.constexpr, RD: tl.constexpr,
 ):  # fmt: skip
-    """One row, all heads: online softmax over gathered keys. Row `nothing` of the keys is zero and does not count."""
+    """One row, all heads: online softmax over gathered keys. Row `nothing` of the keys is zero and does not count.
+
+    The query is rotated already: what comes straight from memory stays in shared memory as an operand of wgmma, which then need not wait
+    between products.
+    """
     row = tl.program_id(0).to(tl.int64)
     head, d = tl.arange(0, H), tl.arange(0, D)
     mask = (head < heads)[:, None] & (d < DIM)[None, :]
     at = query + row * stride + head[:, None] * head_stride + d[None, :]
-    q = turned(tl.load(at, mask=mask, other=0.0).to(tl.float32), table, tl.load(positions + row), 1.0, DIM, RD)
+    q = tl.load(at, mask=mask, other=0.0)
     top = tl.full((H,), float("-inf"), tl.float32)
     total = tl.zeros((H,), tl.float32)
     acc = tl.zeros((H, D), tl.float32)
@@ -130,10 +147,14 @@ def prefill_attention(
         _join_kernel, (rows,), window.index, chosen, sequence, index, columns, topk, width, window.index.stride(0), stride,
         first_entry, entries, len(keys) - 1, warps=2, SELECTED=selected is not None, BLOCK=power_of_two(width),
     )  # fmt: skip
-    out = torch.empty(rows, heads, dim, dtype=torch.bfloat16, device=query.device)
+    turned_query, out = (torch.empty(rows, heads, dim, dtype=torch.bfloat16, device=query.device) for _ in range(2))
     launch(
-        _rows_kernel, (rows,), query, keys, index, sink, rope.table, rope.positions, out, scale, heads, width, query.stride(0),
-        query.stride(1), len(keys) - 1, warps=8, stages=2, DIM=dim, H=power_of_two(heads, 16), D=power_of_two(dim, 32), K=block,
+        rotate_kernel, (rows, ceil_div(heads, 8)), query, turned_query, rope.table, rope.positions, heads, query.stride(0),
+        query.stride(1), warps=4, DIM=dim, D=power_of_two(dim, 32), ROWS=8, RD=rope.table.shape[1],
+    )  # fmt: skip
+    launch(
+        _rows_kernel, (rows,), turned_query, keys, index, sink, rope.table, rope.positions, out, scale, heads, width, heads * dim,
+        dim, len(keys) - 1, warps=8, stages=2, DIM=dim, H=power_of_two(heads, 16), D=power_of_two(dim, 32), K=block,
         RD=rope.table.shape[1],
     )  # fmt: skip
     return out
