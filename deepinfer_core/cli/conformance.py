@@ -55,8 +55,8 @@ def command(
     except BackendError as error:
         print(f"error: {error}", file=sys.stderr)
         if report is not None:
-            result = CaseResult("contract", "probe", "", "failed", str(error), reproduce=f"deepinfer conformance --backend {backend}")
-            reports.write_report(Report(backend, device, results=[result]), report)
+            refused = CaseResult("contract", "probe", "", "failed", str(error), reproduce=f"deepinfer conformance --backend {backend}")
+            reports.write_report(Report(backend, device, results=[refused]), report)
         raise typer.Exit(2) from error
     if against is not None:
         raise typer.Exit(_compare(subject, against, plan, bisect))
