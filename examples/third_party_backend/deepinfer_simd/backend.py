@@ -6,7 +6,7 @@ import os
 import platform
 from typing import TYPE_CHECKING
 
-from deepinfer_core.backend import API_VERSION, Backend, CacheFormat, Capabilities, Numerics, Probe, WeightFormat
+from deepinfer_core.backend import Backend, CacheFormat, Capabilities, Numerics, Probe, WeightFormat
 from deepinfer_simd import _library
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ _CLAIMS = Capabilities(
     graph_capture=True,
     async_copy=True,
     collectives=frozenset({"gloo"}),
-    tested_on=("AMD EPYC 9004 (Zen 4), 2 cores, g++ 12",),
+    tested_on=("AMD EPYC (Zen 4), 2 cores, g++ 12",),
 )
 
 
 class SimdBackend(Backend):
     """The CPU with vectorised C++ kernels; ops that this package does not have are the reference's."""
 
-    api_version = API_VERSION
+    api_version = 1
     name = "cpu_simd"
 
     def probe(self) -> Probe:
