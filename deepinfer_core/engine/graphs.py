@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -121,10 +122,17 @@ class DecodeGraphs:
             bucket.spread.copy_(bucket.inputs.query_len)
             if spread is not None:
                 bucket.spread[: len(spread)].copy_(spread)
-        return self.run_again(size)
+        return self._run_again(size)
 
-    def run_again(self, size: int) -> StepRun:
-        """Enqueues a bucket with whatever its buffers hold: padding only, before its first step."""
+    def run_padding(self, size: int, tokens: np.ndarray) -> StepRun:
+        """Enqueues a bucket full of padding sequences with `tokens` int64 [size]: rows that cost what real ones do and store nothing."""
+        bucket = self._buckets[size]
+        self._runtime.to_device(packed(None, bucket.size), out=bucket.buffer)
+        self._runtime.to_device(tokens, out=bucket.inputs.tokens)
+        bucket.spread.copy_(bucket.inputs.query_len)
+        return self._run_again(size)
+
+    def _run_again(self, size: int) -> StepRun:
         bucket = self._buckets[size]
         if bucket.graph is None:
             self._run(bucket)

@@ -70,6 +70,7 @@ class DraftingGauge:
     """
 
     PROBE = 64
+    MARGIN = 1.05  # gain that drafting must promise: less would be lost in the error of the cost table
     MEMORY = 8  # drafted blocks that the mean remembers
 
     def __init__(self, drafts: int, cost: CostTable) -> None:
@@ -89,7 +90,7 @@ class DraftingGauge:
         """Whether the next step, of `requests` decoding requests, should draft."""
         gains = np.repeat(np.sort(self.mean)[::-1], requests)  # as if every request had the mean
         drafting = _tokens_per_ms(gains, requests, self._cost).max()
-        self.pays = bool(drafting * self._cost.plain_ms(requests) >= requests) or self._idle >= self.PROBE
+        self.pays = bool(drafting * self._cost.plain_ms(requests) >= self.MARGIN * requests) or self._idle >= self.PROBE
         self._idle = 0 if self.pays else self._idle + 1
         return self.pays
 

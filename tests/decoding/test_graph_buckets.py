@@ -35,7 +35,7 @@ def test_bucket_counts_of_the_release():
 def twins():
     """Two models with the same caches, one for graphs, one for eager execution; and the graphs of the first."""
     graphed, eager = (SoloModel(shipped_checkpoint(), ReferenceKernels(torch.device("cpu")), 4, 160, draft_tokens=2) for _ in range(2))
-    graphs = DecodeGraphs(CpuRuntime(inline=True), lambda inputs: forward(graphed, inputs), [1, 2, 4, 8, 9], GraphOptions(3, 3, 4, 0))
+    graphs = DecodeGraphs(CpuRuntime(inline=True), lambda inputs: forward(graphed, inputs), [1, 2, 4, 8, 9], GraphOptions(3, 3, 4, 5))
     assert graphs.capture() == []
     prompts = {i: torch.randint(3, 700, (n,), generator=torch.Generator().manual_seed(i)).tolist() for i, n in enumerate((5, 126, 1, 9))}
     for model in (graphed, eager):
@@ -78,7 +78,7 @@ def forward(solo, inputs):
 def test_larger_steps_and_wider_tables_are_not_squeezed_in(twins):
     graphed, _, graphs = twins
     assert graphs.size_for(10) is None
-    narrow = DecodeGraphs(CpuRuntime(inline=True), lambda inputs: forward(graphed, inputs), [2], GraphOptions(1, 3, 4, 0))
+    narrow = DecodeGraphs(CpuRuntime(inline=True), lambda inputs: forward(graphed, inputs), [2], GraphOptions(1, 3, 4, 5))
     with pytest.raises(EngineError, match=r"block table of 2 pages; the buffers hold 1"):
         narrow.run(plan_of(graphed.inputs({0: [5]})), 2)
 
