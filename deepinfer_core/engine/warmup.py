@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from functools import partial
 
 import numpy as np
@@ -15,7 +16,7 @@ from deepinfer_core.engine.verification import ProfiledCost
 
 log = logging.getLogger("deepinfer")
 
-TIMED_RUNS = 5  # per size; the fastest and the slowest are dropped (DeepInfer 0.1.0)
+TIMED_RUNS = 5  # per size, after one to warm up (DeepInfer 0.1.0, which takes a trimmed mean)
 
 
 def warm_up(runner: Runner, parts: EngineParts) -> ProfiledCost | None:
@@ -41,21 +42,21 @@ def warm_up(runner: Runner, parts: EngineParts) -> ProfiledCost | None:
 def decode_times(runner: Runner, graphs: DecodeGraphs) -> dict[int, float]:
     """Milliseconds of the forward of a decode step in each bucket: short context, one row per sequence, random tokens.
 
-    Equal tokens would all choose the same experts, and rows would look cheaper than they are. A bucket never counts as dearer than a
-    larger one: then only the measurement was disturbed.
+    Equal tokens would all choose the same experts, and rows would look cheaper than they are. Sizes take turns and the fastest run counts:
+    whatever disturbs a run only adds to it. For the same reason a bucket never counts as dearer than a larger one.
     """
-    times, least, random = {}, np.inf, np.random.default_rng(0)
-    for size in reversed(graphs.sizes):
-        samples, tokens = [], random.integers(0, runner.loaded.config.vocab_size, size)
-        for _ in range(1 + TIMED_RUNS):
+    times, random = dict.fromkeys(graphs.sizes, math.inf), np.random.default_rng(0)
+    for turn in range(1 + TIMED_RUNS):
+        for size in reversed(graphs.sizes):
+            tokens = random.integers(0, runner.loaded.config.vocab_size, size)
             before = runner.runtime.record()
             runner.runtime.submit(partial(_run_padding, graphs, size, tokens))
             after = runner.runtime.record()
             after.wait()
-            samples.append(after.milliseconds_since(before))
-        kept = sorted(samples[1:])[1:-1]
-        times[size] = least = min(sum(kept) / len(kept), least)
-    return times
+            if turn:
+                times[size] = min(times[size], after.milliseconds_since(before))
+    least = np.minimum.accumulate([times[size] for size in reversed(graphs.sizes)])
+    return dict(zip(reversed(graphs.sizes), least.tolist(), strict=True))
 
 
 @torch.inference_mode()
