@@ -174,6 +174,24 @@ class Runner:
             self.loaded.drafter.feed(result.features, batch.decoder_rows or batch.rows, self.loaded.caches)
         return result
 
+    def run_padding(self, tokens: np.ndarray, rows: int) -> ForwardResult:
+        """Runs padding sequences of `rows` rows each over `tokens` int64 [sequences * rows]: they cost what real ones do, store nothing."""
+        count, history = len(tokens) // rows, max(self.loaded.config.engram_max_ngram_size - 1, 0)
+        zero = self._upload(np.zeros(count, np.int64))
+        return self._run_model(
+            SequenceInputs(
+                query_len=zero + rows,
+                start=zero,
+                state_slot=zero,
+                block_table=self._upload(np.zeros((count, 1), np.int32)),
+                valid_start=zero,
+                write_start=zero,
+                history=self._upload(np.full((count, history), -1, np.int64)),
+                tokens=self._upload(tokens),
+                one_row=rows == 1,
+            )
+        )
+
     def _truncation(self, plan: StepPlan, keep_from: Tensor, query_len: Tensor) -> Truncation | None:
         if not plan.keep_from.any():
             return None

@@ -98,8 +98,8 @@ class DraftingGauge:
 class ProfiledCost:
     """A cost table from measured steps: bucket sizes with a base time each, corrected online for context length and sampling.
 
-    T(B, R) = base[g] + slope * g + sampler(R), with g the smallest bucket that holds B rows; if steps are not `padded` to buckets, g = B
-    and base is interpolated. Times are milliseconds. Steps with and without drafting have sampler times of their own.
+    T(B, R) = base[g] + slope * g + sampler(R), with g the smallest bucket that holds B rows. Times are milliseconds. Steps with and
+    without drafting have sampler times of their own.
     """
 
     STEP_WINDOW = 5000  # newest decode steps that the slope looks at
@@ -107,12 +107,11 @@ class ProfiledCost:
     SAMPLER_WINDOW = 9  # newest sampling times of one request count
     MIN_SAMPLES = 5  # of these needed, else the median over all request counts
 
-    def __init__(self, base_ms: Mapping[int, float], padded: bool = True) -> None:
+    def __init__(self, base_ms: Mapping[int, float]) -> None:
         if not base_ms or min(base_ms) < 1:
             raise ValueError(f"cost table: {dict(base_ms)!r}; expected at least one bucket size >= 1 with its milliseconds")
         self._sizes = np.array(sorted(base_ms))
         self._base = np.array([base_ms[size] for size in self._sizes.tolist()], np.float64)
-        self._padded = padded
         self._steps: deque[tuple[int, float]] = deque(maxlen=self.STEP_WINDOW)
         self._sampler = [defaultdict[int, deque[float]](lambda: deque(maxlen=self.SAMPLER_WINDOW)) for _ in (False, True)]  # drafted?
         self._slope: float | None = 0.0
@@ -137,28 +136,55 @@ class ProfiledCost:
 
     def observe(self, rows: int, requests: int, forward_ms: float, sampler_ms: float, drafted: bool = True) -> None:
         """Learns from a decode step that ran in a bucket: rows before padding, and the device times of its two parts."""
-        if rows <= self._sizes[-1]:
-            size, base = (float(values[0]) for values in self._sizes_and_bases(np.array([rows])))
-            bucket = int(np.searchsorted(self._sizes, rows))
-            self._steps.append((bucket, (forward_ms - base) / size))
-            self._slope = None
+        self._observe_forward(rows, requests, forward_ms)
         self._sampler[drafted][requests].append(sampler_ms)
 
     def plain_ms(self, requests: int) -> float:
         """See `CostTable`."""
-        return float(self._forward_ms(np.array([requests]))[0]) + self.sampler_ms(requests, drafted=False)
+        return float(self._forward_ms(np.array([requests]), requests)[0]) + self.sampler_ms(requests, drafted=False)
 
     def step_ms(self, rows: np.ndarray, requests: int) -> np.ndarray:
         """See `CostTable`."""
-        return self._forward_ms(rows) + self.sampler_ms(requests)
+        return self._forward_ms(rows, requests) + self.sampler_ms(requests)
 
-    def _forward_ms(self, rows: np.ndarray) -> np.ndarray:
-        sizes, bases = self._sizes_and_bases(rows)
-        return np.where(rows <= self._sizes[-1], bases + self.slope * sizes, np.inf)
+    def _observe_forward(self, rows: int, requests: int, forward_ms: float) -> None:
+        index = int(np.searchsorted(self._sizes, rows))
+        if index < len(self._sizes):
+            self._steps.append((index, float((forward_ms - self._base[index]) / self._sizes[index])))
+            self._slope = None
 
-    def _sizes_and_bases(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """g and base[g] of steps of `rows` [n] rows."""
-        if not self._padded:
-            return rows, np.interp(rows, self._sizes, self._base)
+    def _forward_ms(self, rows: np.ndarray, requests: int) -> np.ndarray:
         index = np.searchsorted(self._sizes, rows).clip(max=len(self._sizes) - 1)
-        return self._sizes[index], self._base[index]
+        return np.where(rows <= self._sizes[-1], self._base[index] + self.slope * self._sizes[index], np.inf)
+
+
+class EagerCost(ProfiledCost):
+    """A cost table of steps that are not padded to buckets, where a sequence costs something besides its rows.
+
+    T(B, R) = factor * (one(R) + (full(R) - one(R)) * (B - R) / (R * D)) + sampler(R): between the measured times of R sequences of one row
+    each and of 1 + D rows each. `factor`, the median of observed over predicted times, corrects for context length and for what else the
+    device does.
+    """
+
+    WINDOW = 200  # newest decode steps that the factor looks at
+
+    def __init__(self, one_ms: Mapping[int, float], full_ms: Mapping[int, float], drafts: int) -> None:
+        super().__init__(one_ms)
+        self._full = np.array([full_ms[size] for size in self._sizes.tolist()], np.float64)
+        self._drafts = drafts
+        self._ratios: deque[float] = deque(maxlen=self.WINDOW)
+
+    @property
+    def factor(self) -> float:
+        """Observed over predicted time; 1 before there are enough steps."""
+        return float(np.median(self._ratios)) if len(self._ratios) >= self.MIN_STEPS else 1.0
+
+    def _observe_forward(self, rows: int, requests: int, forward_ms: float) -> None:
+        self._ratios.append(forward_ms / float(self._predicted(np.array([rows]), requests)[0]))
+
+    def _forward_ms(self, rows: np.ndarray, requests: int) -> np.ndarray:
+        return self.factor * self._predicted(rows, requests)
+
+    def _predicted(self, rows: np.ndarray, requests: int) -> np.ndarray:
+        one, full = (np.interp(requests, self._sizes, times) for times in (self._base, self._full))
+        return one + (full - one) * (rows - requests) / (requests * self._drafts)

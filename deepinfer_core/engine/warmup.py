@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from deepinfer_core.engine.graphs import DecodeGraphs, bucket_sizes
 from deepinfer_core.engine.runner import Runner
 from deepinfer_core.engine.startup import EngineParts
-from deepinfer_core.engine.verification import ProfiledCost
+from deepinfer_core.engine.verification import EagerCost, ProfiledCost
 
 log = logging.getLogger("deepinfer")
 
@@ -28,38 +29,57 @@ def warm_up(runner: Runner, parts: EngineParts) -> ProfiledCost | None:
     captures = not eager and parts.selected.backend.capabilities().graph_capture
     if not captures and not config.speculative.enable_varlen:
         return None
-    largest = parts.limits.max_num_seqs * (1 + parts.limits.num_draft_tokens)
-    graphs = runner.use_graphs(bucket_sizes(largest, config.graphs.batch_size_interval), parts.limits.max_positions)
-    if captures:
-        failed = runner.capture()
-        log.info("event=graphs_captured sizes=%d failed=%d", len(graphs.sizes) - len(failed), len(failed))
-    costs = ProfiledCost(decode_times(runner, graphs), padded=captures) if config.speculative.enable_varlen else None
+    limits, interval = parts.limits, config.graphs.batch_size_interval
     if not captures:
-        runner.graphs = None  # they served as buffers for timing
-    return costs
+        return eager_costs(runner, bucket_sizes(limits.max_num_seqs, interval), limits.num_draft_tokens)
+    largest = limits.max_num_seqs * (1 + limits.num_draft_tokens)
+    graphs = runner.use_graphs(bucket_sizes(largest, interval), limits.max_positions)
+    failed = runner.capture()
+    log.info("event=graphs_captured sizes=%d failed=%d", len(graphs.sizes) - len(failed), len(failed))
+    return ProfiledCost(decode_times(runner, graphs)) if config.speculative.enable_varlen else None
 
 
 def decode_times(runner: Runner, graphs: DecodeGraphs) -> dict[int, float]:
-    """Milliseconds of the forward of a decode step in each bucket: short context, one row per sequence, random tokens.
+    """Milliseconds of the forward of a decode step in each bucket: short context, one row per sequence."""
+    return _times(runner, graphs.sizes, lambda size: partial(graphs.run_padding, size, _tokens(runner, size)))
 
-    Equal tokens would all choose the same experts, and rows would look cheaper than they are. Sizes take turns and the fastest run counts:
-    whatever disturbs a run only adds to it. For the same reason a bucket never counts as dearer than a larger one.
+
+def eager_costs(runner: Runner, sizes: list[int], drafts: int) -> EagerCost | None:
+    """Times of `sizes` sequences of one row, and of as many as drafting allows; None without drafts."""
+    if not drafts:
+        return None
+
+    def times(rows: int) -> dict[int, float]:
+        return _times(runner, sizes, lambda size: partial(runner.run_padding, _tokens(runner, size * rows), rows))
+
+    return EagerCost(times(1), times(1 + drafts), drafts)
+
+
+def _tokens(runner: Runner, count: int) -> np.ndarray:
+    """Random ids. Equal ones would all choose the same experts, and rows would look cheaper than they are."""
+    return np.random.default_rng(count).integers(0, runner.loaded.config.vocab_size, count)
+
+
+def _times(runner: Runner, sizes: list[int], work: Callable[[int], Callable[[], object]]) -> dict[int, float]:
+    """Milliseconds of `work(size)` for each size (ascending).
+
+    Sizes take turns and the fastest run counts: whatever disturbs a run only adds to it. For the same reason a size never counts as dearer
+    than a larger one.
     """
-    times, random = dict.fromkeys(graphs.sizes, math.inf), np.random.default_rng(0)
+    times = dict.fromkeys(sizes, math.inf)
     for turn in range(1 + TIMED_RUNS):
-        for size in reversed(graphs.sizes):
-            tokens = random.integers(0, runner.loaded.config.vocab_size, size)
+        for size in reversed(sizes):
             before = runner.runtime.record()
-            runner.runtime.submit(partial(_run_padding, graphs, size, tokens))
+            runner.runtime.submit(partial(_run, work(size)))
             after = runner.runtime.record()
             after.wait()
             if turn:
                 times[size] = min(times[size], after.milliseconds_since(before))
-    least = np.minimum.accumulate([times[size] for size in reversed(graphs.sizes)])
-    return dict(zip(reversed(graphs.sizes), least.tolist(), strict=True))
+    least = np.minimum.accumulate([times[size] for size in reversed(sizes)])
+    return dict(zip(reversed(sizes), least.tolist(), strict=True))
 
 
 @torch.inference_mode()
-def _run_padding(graphs: DecodeGraphs, size: int, tokens: np.ndarray) -> dict[str, torch.Tensor]:
-    graphs.run_padding(size, tokens)
+def _run(work: Callable[[], object]) -> dict[str, torch.Tensor]:
+    work()
     return {}

@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import arrays
 from scheduler_bench import answer, make, spec
 
 from deepinfer_core.engine.policy import is_vote_point, prefill_vote
-from deepinfer_core.engine.verification import DraftingGauge, ProfiledCost, allocate_drafts, plan_budget
+from deepinfer_core.engine.verification import DraftingGauge, EagerCost, ProfiledCost, allocate_drafts, plan_budget
 
 OLDER = np.array([[0.9, 0.72, 0.504], [0.6, 0.3, 0.12]])
 
@@ -130,13 +130,15 @@ class TestCostModel:
     def test_rows_above_the_largest_bucket_cost_infinity(self):
         assert ProfiledCost({4: 10}).step_ms(np.array([4, 5]), 1).tolist() == [10, np.inf]
 
-    def test_without_padding_times_are_interpolated(self):
-        cost = ProfiledCost({1: 10, 5: 14, 9: 30}, padded=False)
-        assert cost.step_ms(np.array([1, 2, 5, 7, 9, 10]), 1).tolist() == [10, 11, 14, 22, 30, np.inf]
-        for _ in range(10):
-            cost.observe(2, 1, 11 + 2 * 0.5, 0)
-        assert cost.slope == 0.5
-        assert cost.step_ms(np.array([7]), 1).tolist() == [22 + 7 * 0.5]
+    def test_eager_times_lie_between_those_of_one_row_and_of_all_and_are_scaled(self):
+        cost = EagerCost({1: 10, 3: 20}, {1: 14, 3: 32}, drafts=4)
+        assert cost.step_ms(np.arange(1, 6), 1).tolist() == [10, 11, 12, 13, 14]
+        assert cost.step_ms(np.array([2, 10]), 2).tolist() == [15, 23]
+        for _ in range(EagerCost.MIN_STEPS):
+            cost.observe(2, 1, 1.5 * 11, 0)
+        assert cost.factor == 1.5
+        assert cost.step_ms(np.array([3, 15]), 3).tolist() == [30, 48]
+        assert cost.plain_ms(1) == 15
 
     def test_bad_tables_are_refused(self):
         with pytest.raises(ValueError, match="at least one bucket"):
