@@ -39,7 +39,7 @@ class CacheFormat(StrEnum):
 
 
 class WeightFormat(StrEnum):
-    """How a linear weight of a checkpoint is stored (`spec/model.md` section 2.6 in the project's notes)."""
+    """How a linear weight of a checkpoint is stored, as in the release format (model notes, section 2.6)."""
 
     BF16 = "bf16"
     FP8_B32 = "fp8_b32"  # e4m3 with one UE8M0 scale per 32x32 block
