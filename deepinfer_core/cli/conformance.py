@@ -23,6 +23,7 @@ def command(
     device: Annotated[str, typer.Option(help="Device, as the backend names it.")] = "",
     emulate: Annotated[bool, typer.Option("--emulate", help="Test the kernels on the backend's CPU emulation.")] = False,
     time_limit: Annotated[float, typer.Option(help="Seconds for one case.")] = 60.0,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the device.")] = 1,
     against: Annotated[str | None, typer.Option(metavar="OTHER", help="Compare with another backend: ops, then tokens.")] = None,
     bisect: Annotated[bool, typer.Option("--bisect", help="With --against: the first layer and op that diverge.")] = False,
 ) -> None:
@@ -35,6 +36,7 @@ def command(
     from deepinfer_core.conformance import suite
     from deepinfer_core.conformance.known import KnownFailures
     from deepinfer_core.conformance.op_level import OpFilter
+    from deepinfer_core.conformance.parallel import run_on_processes
     from deepinfer_core.conformance.results import LEVELS, CaseResult, Report
     from deepinfer_core.errors import BackendError, ConfigError, nearest
 
@@ -63,7 +65,10 @@ def command(
     if bisect:
         raise ConfigError("--bisect compares two backends: give the other one with --against NAME")
     with _Progress(len(suite.tasks(subject, plan))) as progress:
-        result = suite.run(subject, plan, progress=progress)
+        if jobs > 1:
+            result = run_on_processes((backend, device, emulate), plan, jobs, progress)
+        else:
+            result = suite.run(subject, plan, progress=progress)
     _print(result)
     if report is not None:
         reports.write_report(result, report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,17 +76,28 @@ def run(
 ) -> Report:
     """Runs the plan and returns the report. `progress` sees every result as it comes."""
     todo = tasks(subject, plan)
-    report = new_report(subject, plan, registry)
     watchdog = Watchdog(plan.time_limit)
+    report = gathered(subject, plan, (task.run(subject, watchdog) for task in todo), progress, registry)
+    watchdog.close()
+    return report
+
+
+def gathered(
+    subject: Subject,
+    plan: Plan,
+    outcomes: Iterable[tuple[CaseResult, str]],
+    progress: Callable[[CaseResult], Any] = lambda result: None,
+    registry: Registry | None = None,
+) -> Report:
+    """The report of what tasks return, in the order in which they come."""
+    report = new_report(subject, plan, registry)
     provable: dict[str, bool] = {}  # flag that is not set -> all of its proofs passed
-    for task in todo:
-        found, claim = task.run(subject, watchdog)
+    for found, claim in outcomes:
         result = plan.known.apply(found)
-        if task.level == "claims" and result.status == "unsupported":
+        if result.level == "claims" and result.status == "unsupported":
             provable[result.name] = provable.get(result.name, True) and bool(claim)
         report.results.append(result)
         progress(result)
-    watchdog.close()
     could = [name for name, passed in provable.items() if passed]
     report.hints += [f"{name} is not set, but every proof of it that was run passes: it could be claimed" for name in could]
     report.notes += plan.known.notes()

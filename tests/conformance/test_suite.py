@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -21,10 +22,11 @@ from deepinfer_core.backend.capabilities import Probe
 from deepinfer_core.backend.formats import Numerics
 from deepinfer_core.backend.registry import get_backend
 from deepinfer_core.cli._app import run as command
-from deepinfer_core.conformance import bench, differential, pytest_plugin, suite
+from deepinfer_core.conformance import bench, differential, parallel, pytest_plugin, suite
 from deepinfer_core.conformance.engine_level import registered
 from deepinfer_core.conformance.known import KnownFailures
 from deepinfer_core.conformance.op_level import OpFilter, op_cases
+from deepinfer_core.conformance.parallel import run_on_processes
 from deepinfer_core.conformance.report import check_report_path, write_report
 from deepinfer_core.conformance.subject import Subject
 from deepinfer_core.errors import BackendError, ConfigError
@@ -285,3 +287,16 @@ def test_benchmark_refuses_unknown_presets_and_ops(capsys, monkeypatch):
 
 def test_ceilings_are_measured_on_the_device():
     assert bench._median(lambda: torch.ones(10) + 1, torch.device("cpu")) > 0
+
+
+def test_several_processes_give_the_report_of_one(reference):
+    narrow = suite.Plan(levels=("contract", "ops"), filter=OpFilter("embed", quick=True))
+    alone = suite.run(reference, narrow)
+    shared = run_on_processes(("cpu_ref", "", False), narrow, 2)
+    assert [(r.id, r.status, r.ratio) for r in shared.results] == [(r.id, r.status, r.ratio) for r in alone.results]
+
+
+def test_a_process_that_dies_is_said_to_have_died(monkeypatch):
+    monkeypatch.setattr(parallel, "_run", os._exit)
+    with pytest.raises(BackendError, match=r"backend 'cpu_ref': a process that ran cases of level contract .* without --jobs"):
+        run_on_processes(("cpu_ref", "", False), suite.Plan(levels=("contract",)), 2)
