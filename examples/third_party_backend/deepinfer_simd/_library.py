@@ -20,10 +20,20 @@ SIGNATURES = {
     "simd_hc_post": "piipippiiipii",
     "simd_hc_collapse": "piipiiipi",
     "simd_attention": "p",
-    "simd_moe": "pppiiipiiipiidipi",
-    "simd_route": "ppiiiidppi",
+    "simd_pack": "iiipipipp",
+    "simd_linear": "piiippii",
+    "simd_attention_output": "piiiipppi",
+    "simd_moe": "pppiiipipdipi",
+    "simd_moe_gate": "piiippiidppi",
     "simd_engram_gate": "piipippdpiiipii",
 }
+
+
+
+class PackedWeight(ctypes.Structure):
+    """`Weight` in src/products.hpp."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("format", "outputs", "inputs")] + [(name, ctypes.c_void_p) for name in ("data", "scale")]
 
 
 _REBUILD = "rebuild it on this machine with `pip install --force-reinstall --no-deps deepinfer-backend-simd`."

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-PARALLEL_VALUES = 1 << 17
-"""Multiplications or values of a call from which several threads are worth waking."""
+PARALLEL_VALUES = 1 << 19
+"""Multiplications or values of a call from which several threads are worth waking: about 20 microseconds of one thread."""
 
 
 def dense_rows(x: Tensor) -> Tensor:

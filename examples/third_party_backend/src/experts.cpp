@@ -6,32 +6,20 @@
 
 namespace {
 
-enum Format : int64_t { BF16 = 0, FP8 = 1, FP4 = 2 };
-
-struct Projection {  // as Python lays it out: two addresses
-    const void* data;
-    const uint8_t* scale;
-};
-
 struct Experts {
-    const Projection* table;  // w1, w2, w3 of each
-    int64_t format, inner;
+    const Weight* table;  // w1, w2, w3 of each
+    int64_t inner() const { return table->outputs; }
 };
 
 // What one call works with.
 struct Scratch {
     std::vector<float> gate, up, down, sum;
     std::vector<const float*> rows;
-    std::vector<int64_t> first, order;
+    std::vector<int64_t> first, order, next;
 };
 
-void product(int64_t format, const Projection& w, int64_t inputs, int64_t outputs, const std::vector<const float*>& rows, float* y,
-             int64_t threads) {
-    const int64_t count = rows.size();
-    const uint8_t* bytes = static_cast<const uint8_t*>(w.data);
-    if (format == FP4) multiply(Fp4Weight{bytes, w.scale, inputs}, outputs, rows.data(), count, y, outputs, threads);
-    if (format == FP8) multiply(Fp8Weight{bytes, w.scale, inputs}, outputs, rows.data(), count, y, outputs, threads);
-    if (format == BF16) multiply(Bf16Weight{static_cast<const Bf16*>(w.data), inputs}, outputs, rows.data(), count, y, outputs, threads);
+void product(const Weight& w, const std::vector<const float*>& rows, float* y, int64_t threads) {
+    multiply(w, rows.data(), rows.size(), Result{y, w.outputs, w.outputs, false}, threads);
 }
 
 F rounded_if(bool bf16, F x) { return bf16 ? rounded(x, static_cast<const Bf16*>(nullptr)) : x; }
@@ -56,18 +44,18 @@ void activate(float* gate, const float* up, int64_t n, float limit, float weight
 // Adds to each row's sum what expert number `e` makes of it.
 void run_expert(const Experts& experts, int64_t e, const float* x, int64_t dim, const int64_t* places, int64_t count, int64_t top_k,
                 const float* weights, float limit, bool bf16, Scratch& s, int64_t threads) {
-    const Projection* w = experts.table + 3 * e;
-    const int64_t inner = experts.inner;
+    const Weight* w = experts.table + 3 * e;
+    const int64_t inner = experts.inner();
     s.gate.resize(count * inner), s.up.resize(count * inner), s.down.resize(count * dim), s.rows.resize(count);
     for (int64_t r = 0; r < count; r++) s.rows[r] = x + places[r] / top_k * dim;
-    product(experts.format, w[0], dim, inner, s.rows, s.gate.data(), threads);
-    product(experts.format, w[2], dim, inner, s.rows, s.up.data(), threads);
+    product(w[0], s.rows, s.gate.data(), threads);
+    product(w[2], s.rows, s.up.data(), threads);
     for (int64_t r = 0; r < count; r++) {
         float* gate = s.gate.data() + r * inner;
         activate(gate, s.up.data() + r * inner, inner, limit, weights ? weights[places[r]] : 1.0f, bf16);
         s.rows[r] = gate;
     }
-    product(experts.format, w[1], inner, dim, s.rows, s.down.data(), threads);
+    product(w[1], s.rows, s.down.data(), threads);
     for (int64_t r = 0; r < count; r++) {
         float *sum = s.sum.data() + places[r] / top_k * dim, *down = s.down.data() + r * dim;
         for (int64_t i = 0; i < dim; i += LANES) put_all(sum + i, widen(sum + i) + rounded_if(bf16, widen(down + i)));
@@ -81,31 +69,29 @@ void sort_by_expert(const int32_t* ids, int64_t places, int64_t experts, Scratch
         if (ids[p] >= 0) s.first[ids[p] + 1]++;
     std::partial_sum(s.first.begin(), s.first.end(), s.first.begin());
     s.order.resize(s.first[experts]);
-    std::vector<int64_t> next(s.first.begin(), s.first.end() - 1);
+    s.next.assign(s.first.begin(), s.first.end() - 1);
     for (int64_t p = 0; p < places; p++)
-        if (ids[p] >= 0) s.order[next[ids[p]]++] = p;
+        if (ids[p] >= 0) s.order[s.next[ids[p]]++] = p;
 }
 
 }  // namespace
 
-// x float32 [rows, dim] -> y bf16 or float32 [rows, dim]. `shared` may be null. Expert ids are below `count`.
+// x float32 [rows, dim] -> y bf16 or float32 [rows, dim]. `table` has w1, w2, w3 of each expert, `shared` of one; it may be null.
 EXPORT void simd_moe(const float* x, const int32_t* ids, const float* weights, int64_t rows, int64_t top_k, int64_t dim,
-                     const Projection* table, int64_t count, int64_t format, int64_t inner, const Projection* shared, int64_t shared_format,
-                     int64_t shared_inner, double limit, int64_t bf16, void* y, int64_t threads) {
+                     const Weight* table, int64_t count, const Weight* shared, double limit, int64_t bf16, void* y, int64_t threads) {
     constexpr int64_t CHUNK = 256;  // rows of one expert at a time: bounds the scratch memory
-    Scratch s;
+    thread_local Scratch s;
     s.sum.assign(rows * dim, 0.0f);
     sort_by_expert(ids, rows * top_k, count, s);
     auto run = [&](const Experts& experts, int64_t e, const int64_t* places, int64_t n, int64_t k, const float* w) {
         for (int64_t r = 0; r < n; r += CHUNK)
             run_expert(experts, e, x, dim, places + r, std::min(CHUNK, n - r), k, w, float(limit), bf16, s, threads);
     };
-    for (int64_t e = 0; e < count; e++)
-        run({table, format, inner}, e, s.order.data() + s.first[e], s.first[e + 1] - s.first[e], top_k, weights);
+    for (int64_t e = 0; e < count; e++) run({table}, e, s.order.data() + s.first[e], s.first[e + 1] - s.first[e], top_k, weights);
     if (shared) {
         s.order.resize(rows);
         std::iota(s.order.begin(), s.order.end(), 0);
-        run({shared, shared_format, shared_inner}, 0, s.order.data(), rows, 1, nullptr);
+        run({shared}, 0, s.order.data(), rows, 1, nullptr);
     }
     for (int64_t i = 0; i < rows * dim; i += LANES) {
         if (bf16)
@@ -115,28 +101,37 @@ EXPORT void simd_moe(const float* x, const int32_t* ids, const float* weights, i
     }
 }
 
-// From logits [rows, experts]: ids [rows, top_k] of the best sqrt(softplus(logit)) + bias, ties to the lower expert, and their weights.
-EXPORT void simd_route(const float* logits, const float* bias, int64_t bias_stride, int64_t rows, int64_t experts, int64_t top_k,
-                       double scale, int32_t* ids, float* weights, int64_t threads) {
+// x bf16 or float32 [rows, dim]. ids [rows, top_k] of the best sqrt(softplus(x . weight)) + bias, ties to the lower expert, and their
+// weights.
+EXPORT void simd_moe_gate(const void* x, int64_t x_bf16, int64_t x_stride, int64_t rows, const Weight* weight, const float* bias,
+                          int64_t bias_stride, int64_t top_k, double scale, int32_t* ids, float* weights, int64_t threads) {
+    thread_local Rows in;
+    thread_local std::vector<float> scores, biased;
+    thread_local std::vector<char> chosen;
+    const int64_t experts = weight->outputs;
+    in.set(x, x_bf16, x_stride, rows, weight->inputs);
+    scores.resize(rows * experts), biased.resize(rows * experts), chosen.assign(rows * experts, 0);
+    float *const all = scores.data(), *const keys = biased.data();
+    char* const marks = chosen.data();
+    multiply(*weight, in.at.data(), rows, Result{all, experts, experts, false}, threads);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t t = 0; t < rows; t++) {
-        thread_local std::vector<float> scores, biased;
-        thread_local std::vector<char> taken;
-        scores.resize(experts), biased.resize(experts), taken.assign(experts, 0);
+        float *score = all + t * experts, *key = keys + t * experts;
+        char* taken = marks + t * experts;
         for (int64_t e = 0; e < experts; e++) {
-            const float l = logits[t * experts + e];
-            scores[e] = std::sqrt(std::max(l, 0.0f) + std::log1p(std::exp(-std::fabs(l))));
-            biased[e] = scores[e] + bias[t * bias_stride + e];
+            const float l = score[e];
+            score[e] = std::sqrt(std::max(l, 0.0f) + std::log1p(std::exp(-std::fabs(l))));
+            key[e] = score[e] + bias[t * bias_stride + e];
         }
         float sum = 1e-20f;
         for (int64_t k = 0; k < top_k; k++) {
             int64_t best = -1;
             for (int64_t e = 0; e < experts; e++)
-                if (!taken[e] && (best < 0 || biased[e] > biased[best])) best = e;  // the first of equals
+                if (!taken[e] && (best < 0 || key[e] > key[best])) best = e;  // the first of equals
             taken[best] = 1;
             ids[t * top_k + k] = best;
-            sum += scores[best];
+            sum += score[best];
         }
-        for (int64_t k = 0; k < top_k; k++) weights[t * top_k + k] = scores[ids[t * top_k + k]] / sum * float(scale);
+        for (int64_t k = 0; k < top_k; k++) weights[t * top_k + k] = score[ids[t * top_k + k]] / sum * float(scale);
     }
 }

@@ -1,5 +1,7 @@
 // Hyper-connections: one pass over the streams for everything a sub-layer needs.
-#include "products.hpp"
+#include <vector>
+
+#include "dots.hpp"
 #include "rows.hpp"
 
 namespace {
@@ -65,7 +67,7 @@ void mix_rows(const Coefficients& c, const T* streams, int64_t stride, int64_t c
         rows[t] = row;
         rstd[t] = 1.0f / std::sqrt(total(squares) / size + c.norm_eps);
     }
-    multiply(F32Weight{c.fn, size}, outputs, rows, count, mixes.data(), outputs, 1);
+    dots(Matrix{c.fn, size}, outputs, rows, count, mixes.data(), outputs);
     for (int64_t t = 0; t < count; t++) {
         const float* mix = mixes.data() + t * outputs;
         for (int64_t j = 0; j < m; j++) {

@@ -200,17 +200,25 @@ inline float fake_fp8(F& a, F& b) {
 
 // ---------------------------------------------------------------- FP4 (e2m1), two in a byte
 
-// The sixteen values in eight bytes, low nibble first.
-inline F e2m1_values(const uint8_t* p) {
+// Values of the codes in the low four bits of each lane.
+inline F e2m1_values(U codes) {
     const F table = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
 #if defined(__AVX512F__)
+    return (F)_mm512_permutexvar_ps((__m512i)codes, (__m512)table);
+#else
+    return __builtin_shuffle(table, (I)(codes & 15u));
+#endif
+}
+
+// Sixteen values in eight bytes, low nibble first.
+inline F e2m1_values(const uint8_t* p) {
+#if defined(__AVX512F__)
     const __m512i byte = _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-    const I code = (I)_mm512_or_si512(byte, _mm512_slli_epi64(byte, 28));  // the low four bits of each lane count
+    return e2m1_values((U)_mm512_or_si512(byte, _mm512_slli_epi64(byte, 28)));
 #else
     using B8 = uint8_t __attribute__((vector_size(8)));
     using H8 = uint16_t __attribute__((vector_size(16)));
     const H8 byte = __builtin_convertvector(load<B8>(p), H8);
-    const I code = (I)words((B)((byte | (byte << 4)) & 0x0f0f));
+    return e2m1_values(words((B)((byte | (byte << 4)) & 0x0f0f)));
 #endif
-    return __builtin_shuffle(table, code);
 }

@@ -81,17 +81,26 @@ def test_experts_of_odd_sizes_are_refused(kernels):
         kernels.prepare_experts([ExpertTensors(part, part, part)], 1)
 
 
+def test_a_nan_in_an_fp8_weight_stays_visible(kernels):
+    values = torch.ones(64, 64).to(torch.float8_e4m3fn)
+    values.view(torch.uint8)[5, 3] = 0x7F
+    scale = torch.full((2, 2), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    y = kernels.quantized_linear(torch.ones(1, 64), kernels.prepare_linear([QuantTensor(values, scale)]))
+    assert y.isnan().nonzero()[:, 1].tolist() == [5]
+
+
 def test_threads_change_nothing(kernels, threads):
     torch.manual_seed(0)
     part = QuantTensor(torch.randn(256, 256).bfloat16() / 16)
     experts = kernels.prepare_experts([ExpertTensors(part, part, part)] * 4, 4)
+    linear = kernels.prepare_linear([part])
     x = kernels.quantize(torch.randn(40, 256).bfloat16())
     routing = Routing(torch.tensor([[0, 1], [3, 2]] * 20, dtype=torch.int32), torch.rand(40, 2))
     results = []
     for count in (1, 2, 3):
         threads(count)
-        results.append(kernels.moe(x, routing, experts, None, 10.0))
-    assert all(torch.equal(results[0], other) for other in results[1:])
+        results.append((kernels.moe(x, routing, experts, None, 10.0), kernels.quantized_linear(x, linear)))
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("numerics", list(Numerics))

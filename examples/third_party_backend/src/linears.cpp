@@ -1,0 +1,71 @@
+// Packing of weights, linears, and the grouped output projection.
+#include "products.hpp"
+#include "rows.hpp"
+
+namespace {
+
+// Bytes of a block of one tile; 16 outputs x 32 inputs.
+int64_t block_bytes(int64_t format) {
+    const int64_t bytes[] = {PackedF32::BYTES, PackedBf16::BYTES, PackedFp8::BYTES, PackedFp4::BYTES};
+    return bytes[format];
+}
+
+// One value of a checkpoint's row put at its place within a block. `lane` is the output within its tile, `input` within its block.
+void place(int64_t format, const uint8_t* row, int64_t column, uint8_t* block, int64_t lane, int64_t input) {
+    if (format == F32) std::memcpy(block + (input * LANES + lane) * 4, row + column * 4, 4);
+    if (format == BF16) std::memcpy(block + (input * LANES + lane) * 2, row + column * 2, 2);
+    if (format == FP8) block[input / GROUP * GROUP * LANES + fp8_place(input % GROUP) + lane / 8 * 16 + lane % 8] = row[column];
+    if (format == FP4) {
+        const uint8_t code = row[column / 2] >> (column % 2 * 4) & 15;
+        block[(input / GROUP * LANES + lane) * 4 + input % GROUP / 2] |= code << (input % 2 * 4);
+    }
+}
+
+}  // namespace
+
+// values [outputs, row_bytes]; scales e8m0 [outputs / scale_rows, blocks] or null. `data` is zeroed; both results as in `Weight`.
+EXPORT void simd_pack(int64_t format, int64_t outputs, int64_t inputs, const uint8_t* values, int64_t row_bytes, const uint8_t* scales,
+                      int64_t scale_rows, uint8_t* data, uint8_t* scale) {
+    const Weight w{format, outputs, inputs, nullptr, nullptr};
+    const int64_t blocks = w.blocks(), bytes = block_bytes(format);
+    for (int64_t n = 0; n < outputs; n++)
+        for (int64_t b = 0; b < blocks; b++) {
+            const int64_t at = n / LANES * blocks + b, end = std::min(BLOCK, inputs - b * BLOCK);
+            for (int64_t i = 0; i < end; i++) place(format, values + n * row_bytes, b * BLOCK + i, data + at * bytes, n % LANES, i);
+            if (scales) scale[at * LANES + n % LANES] = scales[n / scale_rows * blocks + b];
+        }
+}
+
+// y[t] = x[t] . weight.T. x bf16 or float32 [rows, inputs], y likewise [rows, outputs].
+EXPORT void simd_linear(const void* x, int64_t x_bf16, int64_t x_stride, int64_t rows, const Weight* weight, void* y, int64_t y_bf16,
+                        int64_t threads) {
+    thread_local Rows in;
+    in.set(x, x_bf16, x_stride, rows, weight->inputs);
+    multiply(*weight, in.at.data(), rows, Result{y, weight->outputs, weight->outputs, y_bf16 != 0}, threads);
+}
+
+// x bf16 or float32 [rows, groups * inputs of wo_a] -> y [rows, outputs of wo_b]. Group g meets rows g * o .. of wo_a.
+EXPORT void simd_attention_output(const void* x, int64_t bf16, int64_t x_stride, int64_t rows, int64_t groups, const Weight* wo_a,
+                                  const Weight* wo_b, void* y, int64_t threads) {
+    thread_local Rows in;
+    thread_local std::vector<float> part, z;
+    thread_local std::vector<const float*> at;
+    const int64_t o = wo_a->outputs / groups, width = wo_b->blocks() * BLOCK, span = (o / LANES + 2) * LANES;
+    part.resize(rows * span), z.assign(rows * width, 0.0f), at.resize(rows);
+    for (int64_t g = 0; g < groups; g++) {
+        const char* group = static_cast<const char*>(x) + g * wo_a->inputs * (bf16 ? 2 : 4);
+        in.set(group, bf16, x_stride, rows, wo_a->inputs);
+        const int64_t first = g * o / LANES, last = ((g + 1) * o + LANES - 1) / LANES;
+        const Result result{part.data() - first * LANES, span, wo_a->outputs, false};
+        multiply(*wo_a, first, last, in.at.data(), rows, result, threads);
+        for (int64_t r = 0; r < rows; r++) std::memcpy(z.data() + r * width + g * o, part.data() + r * span + g * o - first * LANES, o * 4);
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        at[r] = z.data() + r * width;
+        if (!bf16) continue;
+        float* row = z.data() + r * width;
+        for (int64_t i = 0; i < width; i += LANES) put_all(row + i, rounded(widen(row + i), static_cast<const Bf16*>(nullptr)));
+        fake_fp8_row(row, width, row);
+    }
+    multiply(*wo_b, at.data(), rows, Result{y, wo_b->outputs, wo_b->outputs, bf16 != 0}, threads);
+}
