@@ -29,11 +29,13 @@ SIGNATURES = {
 }
 
 
-
 class PackedWeight(ctypes.Structure):
     """`Weight` in src/products.hpp."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("format", "outputs", "inputs")] + [(name, ctypes.c_void_p) for name in ("data", "scale")]
+    _fields_ = [
+        ("format", ctypes.c_int64), ("outputs", ctypes.c_int64), ("inputs", ctypes.c_int64), ("data", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+    ]  # fmt: skip
 
 
 _REBUILD = "rebuild it on this machine with `pip install --force-reinstall --no-deps deepinfer-backend-simd`."

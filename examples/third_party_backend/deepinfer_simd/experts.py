@@ -75,4 +75,3 @@ class _ExpertOps(_LinearOps):
             address(mask), rows, m, dim, out.data_ptr(), out.stride(0), threads_for(rows * m * dim),
         )  # fmt: skip
         return out
-
