@@ -1,6 +1,6 @@
 """Decode and prefill on the CPU against mlx-vlm, which runs the same checkpoints.
 
-    python benchmarks/cpu_vs_mlx.py MODEL_DIR --peer-python PEER/bin/python [--json result.json]
+    python benchmarks/cpu_vs_mlx.py MODEL_DIR --peer-python PEER/bin/python [--backends cpu_ref cpu_simd] [--json result.json]
 
 The peer lives in an environment of its own: python -m venv PEER && PEER/bin/pip install "mlx[cpu]" mlx-vlm. Without it only this engine
 is measured. Both engines get the same token ids and take turns, round by round, so that whatever else the machine does hits both. The
@@ -14,6 +14,7 @@ total at batch 64 can be meant either way.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -44,10 +45,10 @@ class Engine(Protocol):
 
 
 class Ours:
-    """This engine through its public front."""
+    """This engine through its public front, on one backend."""
 
-    def __init__(self, model: Path, batch: int, tokens: int) -> None:
-        self.llm = LLM(model=model, backend="cpu_ref", max_num_seqs=batch, max_model_len=tokens, prefix_caching=False)
+    def __init__(self, model: Path, backend: str, batch: int, tokens: int) -> None:
+        self.llm = LLM(model=model, backend=backend, max_num_seqs=batch, max_model_len=tokens, prefix_caching=False)
         self.running: list[str] = []
 
     def call(self, name: str, **arguments: Any) -> dict[str, float]:
@@ -155,14 +156,14 @@ def measure(engines: dict[str, Engine], options: argparse.Namespace) -> list[Cas
     return [*cases, case]
 
 
-def rows(cases: list[Case]) -> list[dict[str, Any]]:
-    """The table: rates in tokens per second, and ratios."""
+def rows(cases: list[Case], backends: list[str]) -> list[dict[str, Any]]:
+    """The table: rates in tokens per second, and ratios, case by case and backend by backend."""
     alone = {clock: cases[0].rate("mlx-vlm", clock) for clock in ("wall", "cpu")}
     table = []
-    for case in cases:
-        row: dict[str, Any] = {"case": case.name}
+    for case, backend in itertools.product(cases, backends):
+        row: dict[str, Any] = {"case": case.name, "backend": backend}
         for clock in ("wall", "cpu"):
-            ours, peer = case.rate("ours", clock), case.rate("mlx-vlm", clock)
+            ours, peer = case.rate(backend, clock), case.rate("mlx-vlm", clock)
             assert ours is not None
             row |= {f"ours_{clock}": ours, f"peer_{clock}": peer, f"ratio_{clock}": ours / peer if peer else None}
             to_one = alone[clock]
@@ -173,8 +174,8 @@ def rows(cases: list[Case]) -> list[dict[str, Any]]:
 
 def show(table: list[dict[str, Any]]) -> str:
     """The table as Markdown."""
-    names = ("case", "ours_wall", "peer_wall", "ratio_wall", "ratio_wall_to_batch_1", "ours_cpu", "peer_cpu", "ratio_cpu")
-    titles = ("case", "ours tok/s", "mlx-vlm tok/s", "ratio", "to its batch 1", "ours tok/CPU s", "mlx-vlm tok/CPU s", "ratio")
+    names = ("case", "backend", "ours_wall", "peer_wall", "ratio_wall", "ratio_wall_to_batch_1", "ours_cpu", "peer_cpu", "ratio_cpu")
+    titles = ("case", "backend", "ours tok/s", "mlx-vlm tok/s", "ratio", "to its batch 1", "ours tok/CPU s", "mlx-vlm tok/CPU s", "ratio")
 
     def cell(value: Any) -> str:
         return value if isinstance(value, str) else "-" if value is None else f"{value:.1f}"
@@ -204,6 +205,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model", type=Path, help="a checkpoint folder")
     parser.add_argument("--peer-python", help=f"a Python with mlx-vlm: {INSTALL}")
+    parser.add_argument("--backends", nargs="+", default=["cpu_ref"], help="backends of this engine (default: cpu_ref)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--steps", type=int, default=8, help="decode steps of a round (default: 8)")
     parser.add_argument("--rounds", type=int, default=4, help="rounds of each case (default: 4)")
@@ -223,9 +225,11 @@ def main() -> None:
     before, versions = machine(), {}
     with ExitStack() as stack:
         tokens = max(PROMPT + options.steps * (options.rounds + 2) + 8, options.prompt + 8)
-        ours = Ours(options.model, max(options.batches), tokens)
-        stack.callback(ours.llm.close)
-        engines: dict[str, Engine] = {"ours": ours}
+        engines: dict[str, Engine] = {}
+        for backend in options.backends:
+            ours = Ours(options.model, backend, max(options.batches), tokens)
+            stack.callback(ours.llm.close)
+            engines[backend] = ours
         if (problem := peer_problem(options.peer_python)) is not None:
             print(problem, file=sys.stderr)
         else:
@@ -235,7 +239,7 @@ def main() -> None:
             stack.callback(peer.close)
             engines["mlx-vlm"], versions = peer, peer.versions
         cases = measure(engines, options)
-    table = rows(cases)
+    table = rows(cases, options.backends)
     print(show(table))
     if options.json:
         rounds = {case.name: {"tokens": case.tokens, **case.rounds} for case in cases}

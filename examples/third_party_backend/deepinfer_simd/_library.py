@@ -20,7 +20,7 @@ SIGNATURES = {
     "simd_hc_post": "piipippiiipii",
     "simd_hc_collapse": "piipiiipi",
     "simd_attention": "p",
-    "simd_pack": "iiipipipp",
+    "simd_pack": "iiipipippi",
     "simd_linear": "piiippii",
     "simd_attention_output": "piiiipppi",
     "simd_moe": "pppiiipipdipi",

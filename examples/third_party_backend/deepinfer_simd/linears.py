@@ -55,6 +55,7 @@ class _LinearOps(ReferenceKernels):
         self._c.simd_pack(
             form, outputs, inputs, values.data_ptr(), row_bytes, address(scales),
             1 if scales is None or scales.shape[0] == outputs else 32, data.data_ptr(), address(scale),
+            threads_for(outputs * inputs),
         )  # fmt: skip
         packed = PackedWeight(form, outputs, inputs, data.data_ptr(), address(scale))
         return SimdWeight(packed, (data,) if scale is None else (data, scale))

@@ -10,29 +10,34 @@ int64_t block_bytes(int64_t format) {
     return bytes[format];
 }
 
-// One value of a checkpoint's row put at its place within a block. `lane` is the output within its tile, `input` within its block.
-void place(int64_t format, const uint8_t* row, int64_t column, uint8_t* block, int64_t lane, int64_t input) {
-    if (format == F32) std::memcpy(block + (input * LANES + lane) * 4, row + column * 4, 4);
-    if (format == BF16) std::memcpy(block + (input * LANES + lane) * 2, row + column * 2, 2);
-    if (format == FP8) block[input / GROUP * GROUP * LANES + fp8_place(input % GROUP) + lane / 8 * 16 + lane % 8] = row[column];
-    if (format == FP4) {
-        const uint8_t code = row[column / 2] >> (column % 2 * 4) & 15;
-        block[(input / GROUP * LANES + lane) * 4 + input % GROUP / 2] |= code << (input % 2 * 4);
-    }
+// The first `count` of 32 values at `row` put into their block as output number `lane` of the tile. FP4 rows have whole blocks.
+void place(int64_t format, const uint8_t* row, int64_t count, uint8_t* block, int64_t lane) {
+    if (format == FP4)
+        for (int64_t g = 0; g < BLOCK / GROUP; g++) std::memcpy(block + (g * LANES + lane) * 4, row + g * 4, 4);
+    else if (format == FP8)
+        for (int64_t i = 0; i < count; i++)
+            block[i / GROUP * GROUP * LANES + fp8_place(i % GROUP) + lane / 8 * 16 + lane % 8] = row[i];
+    else if (format == BF16)
+        for (int64_t i = 0; i < count; i++) std::memcpy(block + (i * LANES + lane) * 2, row + i * 2, 2);
+    else
+        for (int64_t i = 0; i < count; i++) std::memcpy(block + (i * LANES + lane) * 4, row + i * 4, 4);
 }
 
 }  // namespace
 
 // values [outputs, row_bytes]; scales e8m0 [outputs / scale_rows, blocks] or null. `data` is zeroed; both results as in `Weight`.
 EXPORT void simd_pack(int64_t format, int64_t outputs, int64_t inputs, const uint8_t* values, int64_t row_bytes, const uint8_t* scales,
-                      int64_t scale_rows, uint8_t* data, uint8_t* scale) {
+                      int64_t scale_rows, uint8_t* data, uint8_t* scale, int64_t threads) {
     const Weight w{format, outputs, inputs, nullptr, nullptr};
-    const int64_t blocks = w.blocks(), bytes = block_bytes(format);
-    for (int64_t n = 0; n < outputs; n++)
+    const int64_t blocks = w.blocks(), bytes = block_bytes(format), row_block = bytes / LANES;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t tile = 0; tile < w.tiles(); tile++)
         for (int64_t b = 0; b < blocks; b++) {
-            const int64_t at = n / LANES * blocks + b, end = std::min(BLOCK, inputs - b * BLOCK);
-            for (int64_t i = 0; i < end; i++) place(format, values + n * row_bytes, b * BLOCK + i, data + at * bytes, n % LANES, i);
-            if (scales) scale[at * LANES + n % LANES] = scales[n / scale_rows * blocks + b];
+            const int64_t at = tile * blocks + b, count = std::min(BLOCK, inputs - b * BLOCK);
+            for (int64_t n = tile * LANES; n < std::min(outputs, (tile + 1) * LANES); n++) {
+                place(format, values + n * row_bytes + b * row_block, count, data + at * bytes, n % LANES);
+                if (scales) scale[at * LANES + n % LANES] = scales[n / scale_rows * blocks + b];
+            }
         }
 }
 
