@@ -1,4 +1,4 @@
-"""Mixture of experts and the Engram gate in C++."""
+"""Mixture of experts in C++."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepinfer_core.backend.types import Activation, ExpertTensors, Routing, Wei
 from deepinfer_core.errors import BackendError
 from deepinfer_simd._library import PackedWeight
 from deepinfer_simd.linears import SimdWeight, _LinearOps
-from deepinfer_simd.tensors import address, dense_rows, owns_rows, threads_for
+from deepinfer_simd.tensors import dense_rows, threads_for
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class _ExpertOps(_LinearOps):
         y = torch.empty(rows, dim, dtype=self._dtype)
         self._c.simd_moe(
             x.data_ptr(), ids.data_ptr(), weights.data_ptr(), rows, ids.shape[1], dim, ctypes.addressof(experts.table),
-            len(experts.table) // 3, ctypes.addressof(shared.table) if shared else None, limit, self._bf16, y.data_ptr(),
+            len(experts.table) // 3, ctypes.addressof(shared.table) if shared else 0, limit, self._bf16, y.data_ptr(),
             threads_for(rows * dim * experts.inner),
         )  # fmt: skip
         return y
@@ -62,16 +62,3 @@ class _ExpertOps(_LinearOps):
             experts if bias.dim() == 2 else 0, top_k, scale, ids.data_ptr(), weights.data_ptr(), threads_for(rows * x.shape[1] * experts),
         )  # fmt: skip
         return Routing(ids, weights)
-
-    def engram_gate(
-        self, streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, mask: Tensor | None = None
-    ) -> Tensor:
-        rows, m, dim = streams.shape
-        out = streams if owns_rows(streams) else torch.empty(rows, m, dim, dtype=self._dtype)
-        streams, kv, q_weight, k_weight = dense_rows(streams), dense_rows(kv), q_weight.contiguous(), k_weight.contiguous()
-        mask = None if mask is None else mask.contiguous()
-        self._c.simd_engram_gate(
-            streams.data_ptr(), self._bf16, streams.stride(0), kv.data_ptr(), kv.stride(0), q_weight.data_ptr(), k_weight.data_ptr(), eps,
-            address(mask), rows, m, dim, out.data_ptr(), out.stride(0), threads_for(rows * m * dim),
-        )  # fmt: skip
-        return out

@@ -9,14 +9,17 @@ from deepinfer_core.backend import Numerics
 from deepinfer_core.backend.types import Activation, HcConstants, HcInput, HcWeights
 from deepinfer_simd import _library
 from deepinfer_simd.attention import _AttentionOps
+from deepinfer_simd.engram import _EngramOps
 from deepinfer_simd.experts import _ExpertOps
+from deepinfer_simd.index import _IndexOps
+from deepinfer_simd.stores import _StoreOps
 from deepinfer_simd.tensors import address, dense_rows, owns_rows, threads_for
 
 MAX_STREAMS = 8
 """Streams that `simd_hc_post` keeps in registers."""
 
 
-class SimdKernels(_AttentionOps, _ExpertOps):
+class SimdKernels(_AttentionOps, _IndexOps, _StoreOps, _EngramOps, _ExpertOps):
     """Zero-copy: C++ reads the tensors where they lie. A shape that a function does not know goes to the reference, by its dimensions
     only, never by the number of rows: so a row's bits are the same in every batch."""
 
@@ -24,6 +27,15 @@ class SimdKernels(_AttentionOps, _ExpertOps):
         super().__init__(device, numerics)
         self._c = _library.load()
         self._bf16 = numerics is Numerics.RELEASE
+
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        if table.dtype is not torch.bfloat16 or not table.is_contiguous():
+            return super().embed(ids, table)
+        ids = ids.contiguous()
+        rows, dim = ids.shape[0], table.shape[1]
+        y = torch.empty(rows, dim, dtype=self._dtype)
+        self._c.simd_embed(ids.data_ptr(), rows, table.data_ptr(), dim, self._bf16, y.data_ptr(), threads_for(rows * dim))
+        return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = dense_rows(x)
@@ -60,7 +72,7 @@ class SimdKernels(_AttentionOps, _ExpertOps):
         self._c.simd_hc_pre(
             streams.data_ptr(), self._bf16, streams.stride(0), pre.data_ptr(), weights.fn.data_ptr(), weights.base.data_ptr(),
             weights.scale.data_ptr(), norm_weight.data_ptr(), constants.norm_eps, constants.hc_eps, constants.sinkhorn_iters, rows, m, dim,
-            x.data_ptr(), quantized.data_ptr() if self._bf16 else None, new_pre.data_ptr(), post.data_ptr(), comb.data_ptr(),
+            x.data_ptr(), quantized.data_ptr() if self._bf16 else 0, new_pre.data_ptr(), post.data_ptr(), comb.data_ptr(),
             threads_for(rows * m * dim),
         )  # fmt: skip
         return HcInput(x, quantized, new_pre, post, comb)
@@ -84,4 +96,11 @@ class SimdKernels(_AttentionOps, _ExpertOps):
         self._c.simd_hc_collapse(
             streams.data_ptr(), self._bf16, streams.stride(0), pre.data_ptr(), rows, m, dim, y.data_ptr(), threads_for(rows * m * dim)
         )
+        return y
+
+    def stream_mean(self, streams: Tensor) -> Tensor:
+        streams = dense_rows(streams)
+        rows, m, dim = streams.shape
+        y = torch.empty(rows, dim, dtype=self._dtype)
+        self._c.simd_stream_mean(streams.data_ptr(), self._bf16, streams.stride(0), rows, m, dim, y.data_ptr(), threads_for(rows * m * dim))
         return y

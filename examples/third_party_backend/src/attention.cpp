@@ -1,11 +1,11 @@
 // Attention over window keys and selected entries, read where they are stored, in every storage format.
 #include <vector>
 
+#include "entries.hpp"
 #include "rows.hpp"
+#include "shuffles.hpp"
 
 namespace {
-
-enum Format : int64_t { FP8 = 0, FP4 = 1, BF16 = 2, F32 = 3 };
 
 // The arguments of one call; every field has eight bytes, in this order, on the Python side too.
 struct Attention {
@@ -22,35 +22,22 @@ struct Attention {
     const int32_t* window_index;
     int64_t columns;
     const uint8_t* ring;
-    int64_t ring_format, slots, ring_length, slot_stride, entry_stride;
+    int64_t ring_format, slots, ring_length, slot_stride, entry_stride, ring_scales_at;
     const void* current;
     int64_t current_stride;
     // selected entries; selected_index is null if there are none
     const int32_t* selected_index;
     int64_t topk;
     const uint8_t* pages;
-    int64_t page_format, page_stride, entry_bytes, entries_per_page;
+    int64_t page_format, page_stride, data_stride, scales_at, scale_stride, entries_per_page;
     const int32_t* block_table;
     int64_t block_table_stride;
     const int32_t* sequence;
 };
 
-void decode(const uint8_t* entry, int64_t format, int64_t dim, float* key) {
-    for (int64_t i = 0; i < dim; i += LANES) {
-        F v;
-        switch (format) {
-            case FP8: v = e4m3_values(entry + i) * e8m0_value(entry[dim + i / BLOCK]); break;
-            case FP4: v = e2m1_values(entry + i / 2) * e4m3_value(entry[dim / 2 + i / LANES]); break;
-            case BF16: v = widen(reinterpret_cast<const Bf16*>(entry) + i); break;
-            default: v = widen(reinterpret_cast<const float*>(entry) + i);
-        }
-        put_all(key + i, v);
-    }
-}
-
 // Where the keys of row t lie, in column order, columns without a key left out.
 struct Key {
-    const uint8_t* entry;
+    const uint8_t *data, *scales;
     int64_t format;
 };
 
@@ -59,23 +46,27 @@ void list_keys(const Attention& a, int64_t t, std::vector<Key>& keys) {
     const int64_t history = a.slots * a.ring_length, width = a.bf16 ? 2 : 4;
     for (int64_t c = 0; c < a.columns; c++) {
         const int64_t index = a.window_index[t * a.columns + c];
-        if (index >= history)
-            keys.push_back({static_cast<const uint8_t*>(a.current) + (index - history) * a.current_stride * width, a.bf16 ? BF16 : F32});
-        else if (index >= 0)
-            keys.push_back({a.ring + index / a.ring_length * a.slot_stride + index % a.ring_length * a.entry_stride, a.ring_format});
+        if (index < 0) continue;
+        if (index >= history) {
+            keys.push_back({static_cast<const uint8_t*>(a.current) + (index - history) * a.current_stride * width, nullptr, a.bf16 ? BF16 : F32});
+            continue;
+        }
+        const uint8_t* entry = a.ring + index / a.ring_length * a.slot_stride + index % a.ring_length * a.entry_stride;
+        keys.push_back({entry, entry + a.ring_scales_at, a.ring_format});
     }
     for (int64_t c = 0; a.selected_index && c < a.topk; c++) {
         const int64_t entry = a.selected_index[t * a.topk + c];
         if (entry < 0) continue;
-        const int64_t page = a.block_table[a.sequence[t] * a.block_table_stride + entry / a.entries_per_page];
-        keys.push_back({a.pages + page * a.page_stride + entry % a.entries_per_page * a.entry_bytes, a.page_format});
+        const uint8_t* page = a.pages + a.block_table[a.sequence[t] * a.block_table_stride + entry / a.entries_per_page] * a.page_stride;
+        const int64_t place = entry % a.entries_per_page;
+        keys.push_back({page + place * a.data_stride, page + a.scales_at + place * a.scale_stride, a.page_format});
     }
 }
 
 constexpr int64_t HEADS = 4, KEYS = 4;  // computed together: sixteen sums stay in registers
 
-// scores[h * count + k] = (q_h . key_k) * scale for HEADS heads; `count` is a multiple of KEYS.
-void score(const float* q, const float* keys, int64_t count, int64_t dim, float scale, float* scores) {
+// scores[h * stride + k] = (q_h . key_k) * scale for HEADS heads; `count` is a multiple of KEYS.
+void score(const float* q, const float* keys, int64_t count, int64_t dim, float scale, float* scores, int64_t stride) {
     for (int64_t k = 0; k < count; k += KEYS) {
         F sums[HEADS][KEYS] = {};
         for (int64_t i = 0; i < dim; i += LANES) {
@@ -86,38 +77,36 @@ void score(const float* q, const float* keys, int64_t count, int64_t dim, float 
                 for (int j = 0; j < KEYS; j++) sums[h][j] = fma(x, key[j], sums[h][j]);
             }
         }
-        for (int h = 0; h < HEADS; h++)
-            for (int j = 0; j < KEYS; j++) scores[h * count + k + j] = total(sums[h][j]) * scale;
+        float dots[HEADS * KEYS];
+        put_all(dots, totals(&sums[0][0]) * scale);
+        for (int h = 0; h < HEADS; h++) std::memcpy(scores + h * stride + k, dots + h * KEYS, sizeof(float) * KEYS);
     }
 }
 
-// Scores to probabilities exp(s - max), rounded if bf16, zeros from `valid` on. Returns their sum (before rounding) plus the sink's part.
+// Scores to probabilities exp(s - max), rounded if bf16, zeros from `valid` on; `count` is a multiple of 16. Returns their sum (before
+// rounding) plus the sink's part.
 float soften(float* scores, int64_t valid, int64_t count, float sink, bool bf16) {
-    float top = -INFINITY, sum = 0;
+    float top = -INFINITY;
     for (int64_t k = 0; k < valid; k++) top = scores[k] > top ? scores[k] : top;
+    std::fill(scores + valid, scores + count, -INFINITY);
     F sums = {};
     for (int64_t k = 0; k < count; k += LANES) {
-        F s = get(scores + k, count - k), p = exponential(s - top);
-        float lanes[LANES];
-        std::memcpy(lanes, &p, sizeof p);
-        for (int64_t i = std::max<int64_t>(valid - k, 0); i < LANES; i++) lanes[i] = 0;
-        p = widen(lanes);
+        const F p = exponential(widen(scores + k) - top);
         sums += p;
-        put(scores + k, bf16 ? rounded(p, static_cast<const Bf16*>(nullptr)) : p, count - k);
+        put_all(scores + k, bf16 ? rounded(p, static_cast<const Bf16*>(nullptr)) : p);
     }
-    sum = total(sums);
-    return sum + std::exp(sink - top);
+    return total(sums) + std::exp(sink - top);
 }
 
-// out[h * dim + i] = sum_k p[h * count + k] * key_k[i] for HEADS heads and V vectors of values from `first` on.
+// out[h * dim + i] = sum_k p[h * stride + k] * key_k[i] for HEADS heads and V vectors of values from `first` on.
 template <int V>
-void mix(const float* p, const float* keys, int64_t count, int64_t dim, int64_t first, float* out) {
+void mix(const float* p, int64_t stride, const float* keys, int64_t count, int64_t dim, int64_t first, float* out) {
     F sums[HEADS][V] = {};
     for (int64_t k = 0; k < count; k++) {
         F key[V];
         for (int v = 0; v < V; v++) key[v] = widen(keys + k * dim + first + v * LANES);
         for (int h = 0; h < HEADS; h++) {
-            const F weight = splat(p[h * count + k]);
+            const F weight = splat(p[h * stride + k]);
             for (int v = 0; v < V; v++) sums[h][v] = fma(weight, key[v], sums[h][v]);
         }
     }
@@ -132,23 +121,25 @@ void attend(const Attention& a, int64_t t, int64_t first, const float* keys, int
     const float* angles = a.table + a.positions[t] * a.rd;
     thread_local std::vector<float> q, scores, values;
     thread_local std::vector<T> turned;
-    q.assign(HEADS * dim, 0.0f), values.resize(HEADS * dim), scores.resize(HEADS * count), turned.resize(dim);
+    const int64_t stride = (count + LANES - 1) / LANES * LANES;
+    q.resize(HEADS * dim), values.resize(HEADS * dim), scores.resize(HEADS * stride), turned.resize(dim);
+    if (used < HEADS) std::fill(q.begin() + used * dim, q.end(), 0.0f);
     for (int64_t h = 0; h < used; h++) {
         const T* from = static_cast<const T*>(a.query) + t * a.query_stride + (first + h) * dim;
         std::copy(from, from + dim, turned.data());
-        rotate_row(turned.data(), angles, dim, a.rd, false);
+        rotate_row(from, angles, dim, a.rd, false, turned.data());
         for (int64_t i = 0; i < dim; i += LANES) put_all(q.data() + h * dim + i, widen(turned.data() + i));
     }
-    score(q.data(), keys, count, dim, float(a.scale), scores.data());
-    float totals[HEADS];
-    for (int64_t h = 0; h < used; h++) totals[h] = soften(scores.data() + h * count, valid, count, a.sink[first + h], a.bf16);
+    score(q.data(), keys, count, dim, float(a.scale), scores.data(), stride);
+    float sums[HEADS];
+    for (int64_t h = 0; h < used; h++) sums[h] = soften(scores.data() + h * stride, valid, stride, a.sink[first + h], a.bf16);
     int64_t i = 0;
-    for (; i + 4 * LANES <= dim; i += 4 * LANES) mix<4>(scores.data(), keys, count, dim, i, values.data());
-    for (; i < dim; i += LANES) mix<1>(scores.data(), keys, count, dim, i, values.data());
+    for (; i + 4 * LANES <= dim; i += 4 * LANES) mix<4>(scores.data(), stride, keys, count, dim, i, values.data());
+    for (; i < dim; i += LANES) mix<1>(scores.data(), stride, keys, count, dim, i, values.data());
     for (int64_t h = 0; h < used; h++) {
         T* to = static_cast<T*>(a.out) + (t * a.heads + first + h) * dim;
-        for (int64_t j = 0; j < dim; j += LANES) put_all(to + j, widen(values.data() + h * dim + j) / totals[h]);
-        rotate_row(to, angles, dim, a.rd, true);
+        for (int64_t j = 0; j < dim; j += LANES) put_all(to + j, widen(values.data() + h * dim + j) / sums[h]);
+        rotate_row(to, angles, dim, a.rd, true, to);
     }
 }
 
@@ -168,7 +159,8 @@ void attend_row(const Attention& a, int64_t t, int64_t threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
 #pragma omp for
-        for (int64_t k = 0; k < valid; k++) decode(list[k].entry, list[k].format, dim, to + k * dim);
+        for (int64_t k = 0; k < valid; k++)
+            for (int64_t i = 0; i < dim; i += LANES) put_all(to + k * dim + i, decode(list[k].format, list[k].data, list[k].scales, i));
 #pragma omp for
         for (int64_t h = 0; h < a.heads; h += HEADS) attend<T>(a, t, h, to, valid, count);
     }

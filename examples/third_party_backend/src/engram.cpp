@@ -1,5 +1,5 @@
-// The gate of an Engram value.
-#include "simd.hpp"
+// Engram: hashed rows, their values, and the gate.
+#include "entries.hpp"
 
 namespace {
 
@@ -37,7 +37,7 @@ void gate_rows(const T* streams, int64_t stride, const T* kv, int64_t kv_stride,
 }  // namespace
 
 // `out` may be the streams; `mask` may be null.
-EXPORT void simd_engram_gate(const void* streams, int64_t bf16, int64_t stride, const void* kv, int64_t kv_stride, const Bf16* q_weight,
+OP(simd_engram_gate, const void* streams, int64_t bf16, int64_t stride, const void* kv, int64_t kv_stride, const Bf16* q_weight,
                              const Bf16* k_weight, double eps, const uint8_t* mask, int64_t rows, int64_t m, int64_t dim, void* out,
                              int64_t out_stride, int64_t threads) {
     if (bf16)
@@ -46,4 +46,36 @@ EXPORT void simd_engram_gate(const void* streams, int64_t bf16, int64_t stride, 
     else
         gate_rows(static_cast<const float*>(streams), stride, static_cast<const float*>(kv), kv_stride, q_weight, k_weight, float(eps), mask,
                   rows, m, dim, static_cast<float*>(out), out_stride, threads);
+}
+
+// ngrams [rows, size] -> y [rows, columns]; `columns` / (size - 1) heads for each n-gram size from 2 on.
+OP(simd_engram_hash, const int64_t* ngrams, int64_t rows, int64_t size, const int64_t* multipliers, const int64_t* primes,
+   const int64_t* offsets, int64_t columns, int64_t* y) {
+    const int64_t heads = columns / (size - 1);
+    for (int64_t t = 0; t < rows; t++, ngrams += size, y += columns) {
+        if (ngrams[0] < 0) {
+            std::fill(y, y + columns, -1);
+            continue;
+        }
+        uint64_t hash = uint64_t(ngrams[0]) * uint64_t(multipliers[0]);
+        for (int64_t c = 0; c < columns; c++) {
+            const int64_t i = c / heads + 1;
+            if (c % heads == 0) hash ^= uint64_t(ngrams[i]) * uint64_t(multipliers[i]);
+            const int64_t rest = int64_t(hash) % primes[c];
+            y[c] = rest + (rest < 0 ? primes[c] : 0) + offsets[c];
+        }
+    }
+}
+
+// Values of rows[i] of an e4m3 table [., n] with a scale for 32, n a multiple of 32, one after the other; zeros for a negative row.
+OP(simd_engram_gather, const uint8_t* table, const uint8_t* scales, int64_t n, const int64_t* rows, int64_t count, float* y,
+   int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t t = 0; t < count; t++) {
+        if (rows[t] < 0) {
+            std::memset(y + t * n, 0, n * sizeof(float));
+            continue;
+        }
+        for (int64_t i = 0; i < n; i += LANES) put_all(y + t * n + i, decode(FP8, table + rows[t] * n, scales + rows[t] * (n / BLOCK), i));
+    }
 }

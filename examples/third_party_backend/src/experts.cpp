@@ -77,7 +77,7 @@ void sort_by_expert(const int32_t* ids, int64_t places, int64_t experts, Scratch
 }  // namespace
 
 // x float32 [rows, dim] -> y bf16 or float32 [rows, dim]. `table` has w1, w2, w3 of each expert, `shared` of one; it may be null.
-EXPORT void simd_moe(const float* x, const int32_t* ids, const float* weights, int64_t rows, int64_t top_k, int64_t dim,
+OP(simd_moe, const float* x, const int32_t* ids, const float* weights, int64_t rows, int64_t top_k, int64_t dim,
                      const Weight* table, int64_t count, const Weight* shared, double limit, int64_t bf16, void* y, int64_t threads) {
     constexpr int64_t CHUNK = 256;  // rows of one expert at a time: bounds the scratch memory
     thread_local Scratch s;
@@ -103,7 +103,7 @@ EXPORT void simd_moe(const float* x, const int32_t* ids, const float* weights, i
 
 // x bf16 or float32 [rows, dim]. ids [rows, top_k] of the best sqrt(softplus(x . weight)) + bias, ties to the lower expert, and their
 // weights.
-EXPORT void simd_moe_gate(const void* x, int64_t x_bf16, int64_t x_stride, int64_t rows, const Weight* weight, const float* bias,
+OP(simd_moe_gate, const void* x, int64_t x_bf16, int64_t x_stride, int64_t rows, const Weight* weight, const float* bias,
                           int64_t bias_stride, int64_t top_k, double scale, int32_t* ids, float* weights, int64_t threads) {
     thread_local Rows in;
     thread_local std::vector<float> scores, biased;

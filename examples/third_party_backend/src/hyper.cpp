@@ -1,14 +1,12 @@
 // Hyper-connections: one pass over the streams for everything a sub-layer needs.
 #include <vector>
 
-#include "dots.hpp"
 #include "rows.hpp"
+#include "shuffles.hpp"
 
 namespace {
 
 constexpr int64_t TILE = 8;  // rows that share one reading of the coefficient matrix
-
-float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
 // Rows, columns: `iterations` of each, the first one a softmax. c [m, m] in place.
 void sinkhorn(float* c, int64_t m, int64_t iterations, float eps) {
@@ -32,12 +30,91 @@ void sinkhorn(float* c, int64_t m, int64_t iterations, float eps) {
     }
 }
 
+// The lanes of a 4 x 4 matrix, one or two places on within their rows, or within their columns.
+inline F next_in_row(F c) { return __builtin_shufflevector(c, c, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14); }
+inline F second_in_row(F c) { return __builtin_shufflevector(c, c, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13); }
+inline F next_in_column(F c) { return __builtin_shufflevector(c, c, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11); }
+inline F second_in_column(F c) { return __builtin_shufflevector(c, c, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7); }
+
+inline F row_sums(F c) {
+    const F pairs = c + next_in_row(c);
+    return pairs + second_in_row(pairs);
+}
+
+inline F column_sums(F c) {
+    const F pairs = c + next_in_column(c);
+    return pairs + second_in_column(pairs);
+}
+
+// The same for m = 4, the released model's: a lane for each coefficient.
+void sinkhorn_of_four(float* place, int64_t iterations, float eps) {
+    F c = widen(place), top = next_in_row(c) > c ? next_in_row(c) : c;
+    top = second_in_row(top) > top ? second_in_row(top) : top;
+    c = exponential(c - top);
+    c = c / row_sums(c) + eps;
+    for (int64_t i = 0; i < iterations; i++) {
+        if (i) c /= row_sums(c) + eps;
+        c /= column_sums(c) + eps;
+    }
+    put_all(place, c);
+}
+
+// y[r * y_stride + i] = row r . weight row i for R rows and N weight rows. Which R and N a sum is computed with changes no addition.
+template <int R, int N>
+inline void dot(const float* weight, int64_t size, const float* rows, float* y, int64_t y_stride) {
+    static_assert(R * N <= LANES);
+    F sums[LANES] = {};
+    for (int64_t k = 0; k < size; k += LANES) {
+        F x[R];
+        for (int r = 0; r < R; r++) x[r] = get(rows + r * size + k, size - k);
+        for (int i = 0; i < N; i++) {
+            const F w = get(weight + i * size + k, size - k);
+            for (int r = 0; r < R; r++) sums[r * N + i] = fma(w, x[r], sums[r * N + i]);
+        }
+    }
+    float dots[LANES];
+    put_all(dots, totals(sums));
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < N; i++) y[r * y_stride + i] = dots[r * N + i];
+}
+
+// y[r * outputs + n] = row r . weight row n.
+void multiply(const float* weight, int64_t outputs, int64_t size, const float* rows, int64_t count, float* y) {
+    int64_t n = 0;
+    for (; n + 8 <= outputs; n += 8) {
+        const float* w = weight + n * size;
+        int64_t r = 0;
+        for (; r + 4 <= count; r += 4)
+            for (int64_t half = 0; half < 8; half += 4) dot<4, 4>(w + half * size, size, rows + r * size, y + r * outputs + n + half, outputs);
+        for (; r < count; r++) dot<1, 8>(w, size, rows + r * size, y + r * outputs + n, outputs);
+    }
+    for (; n < outputs; n++)
+        for (int64_t r = 0; r < count; r++) dot<1, 1>(weight + n * size, size, rows + r * size, y + r * outputs + n, outputs);
+}
+
+// y[i] = offset + factor / (1 + exp(-(mix[i] * scale + base[i]))), n values.
+void gates(const float* mix, float scale, const float* base, float factor, float offset, int64_t n, float* y) {
+    for (int64_t i = 0; i < n; i += LANES) {
+        const F x = get(mix + i, n - i) * scale + get(base + i, n - i);
+        put(y + i, factor / (1.0f + exponential(x < -88.0f ? splat(88.0f) : -x)) + offset, n - i);
+    }
+}
+
 template <class T>
 void collapse_row(const T* streams, const float* pre, int64_t m, int64_t dim, T* y) {
     for (int64_t i = 0; i < dim; i += LANES) {
         F sum = {};
         for (int64_t j = 0; j < m; j++) sum += pre[j] * get(streams + j * dim + i, dim - i);
         put(y + i, sum, dim - i);
+    }
+}
+
+template <class T>
+void mean_row(const T* streams, int64_t m, int64_t dim, T* y) {
+    for (int64_t i = 0; i < dim; i += LANES) {
+        F sum = {};
+        for (int64_t j = 0; j < m; j++) sum += get(streams + j * dim + i, dim - i);
+        put(y + i, sum / float(m), dim - i);
     }
 }
 
@@ -54,28 +131,27 @@ void mix_rows(const Coefficients& c, const T* streams, int64_t stride, int64_t c
     thread_local std::vector<float> flat, mixes;
     flat.resize(TILE * size);
     mixes.resize(TILE * outputs);
-    const float* rows[TILE];
-    float rstd[TILE];
     for (int64_t t = 0; t < count; t++) {
         float* row = flat.data() + t * size;
+        for (int64_t i = 0; i < size; i += LANES) put(row + i, get(streams + t * stride + i, size - i), size - i);
+    }
+    multiply(c.fn, outputs, size, flat.data(), count, mixes.data());
+    for (int64_t t = 0; t < count; t++) {
+        const float *mix = mixes.data() + t * outputs, *row = flat.data() + t * size;
         F squares = {};
         for (int64_t i = 0; i < size; i += LANES) {
-            F v = widen(streams + t * stride + i);
-            put_all(row + i, v);
+            const F v = get(row + i, size - i);
             squares = fma(v, v, squares);
         }
-        rows[t] = row;
-        rstd[t] = 1.0f / std::sqrt(total(squares) / size + c.norm_eps);
-    }
-    dots(Matrix{c.fn, size}, outputs, rows, count, mixes.data(), outputs);
-    for (int64_t t = 0; t < count; t++) {
-        const float* mix = mixes.data() + t * outputs;
-        for (int64_t j = 0; j < m; j++) {
-            pre[t * m + j] = sigmoid(mix[j] * rstd[t] * c.scale[0] + c.base[j]) + c.hc_eps;
-            post[t * m + j] = 2 * sigmoid(mix[m + j] * rstd[t] * c.scale[1] + c.base[m + j]);
-        }
-        for (int64_t j = 0; j < m * m; j++) comb[t * m * m + j] = mix[2 * m + j] * rstd[t] * c.scale[2] + c.base[2 * m + j];
-        sinkhorn(comb + t * m * m, m, c.iterations, c.hc_eps);
+        const float rstd = 1.0f / std::sqrt(total(squares) / size + c.norm_eps);
+        gates(mix, rstd * c.scale[0], c.base, 1.0f, c.hc_eps, m, pre + t * m);
+        gates(mix + m, rstd * c.scale[1], c.base + m, 2.0f, 0.0f, m, post + t * m);
+        float* matrix = comb + t * m * m;
+        for (int64_t j = 0; j < m * m; j++) matrix[j] = mix[2 * m + j] * (rstd * c.scale[2]) + c.base[2 * m + j];
+        if (m == 4)
+            sinkhorn_of_four(matrix, c.iterations, c.hc_eps);
+        else
+            sinkhorn(matrix, m, c.iterations, c.hc_eps);
     }
 }
 
@@ -117,7 +193,7 @@ void post_rows(const T* streams, int64_t stride, const T* y, int64_t y_stride, c
 }  // namespace
 
 // `quantized` is null where quantisation is the identity.
-EXPORT void simd_hc_pre(const void* streams, int64_t bf16, int64_t stride, const float* old_pre, const float* fn, const float* base,
+OP(simd_hc_pre, const void* streams, int64_t bf16, int64_t stride, const float* old_pre, const float* fn, const float* base,
                         const float* scale, const Bf16* norm_weight, double norm_eps, double hc_eps, int64_t iterations, int64_t rows,
                         int64_t m, int64_t dim, void* x, float* quantized, float* pre, float* post, float* comb, int64_t threads) {
     const Coefficients c{fn, base, scale, float(norm_eps), float(hc_eps), iterations, m, dim};
@@ -130,7 +206,7 @@ EXPORT void simd_hc_pre(const void* streams, int64_t bf16, int64_t stride, const
 }
 
 // At most 8 streams.
-EXPORT void simd_hc_post(const void* streams, int64_t bf16, int64_t stride, const void* y, int64_t y_stride, const float* post,
+OP(simd_hc_post, const void* streams, int64_t bf16, int64_t stride, const void* y, int64_t y_stride, const float* post,
                          const float* comb, int64_t rows, int64_t m, int64_t dim, void* out, int64_t out_stride, int64_t threads) {
     if (bf16)
         post_rows(static_cast<const Bf16*>(streams), stride, static_cast<const Bf16*>(y), y_stride, post, comb, rows, m, dim,
@@ -140,7 +216,7 @@ EXPORT void simd_hc_post(const void* streams, int64_t bf16, int64_t stride, cons
                   static_cast<float*>(out), out_stride, threads);
 }
 
-EXPORT void simd_hc_collapse(const void* streams, int64_t bf16, int64_t stride, const float* pre, int64_t rows, int64_t m, int64_t dim,
+OP(simd_hc_collapse, const void* streams, int64_t bf16, int64_t stride, const float* pre, int64_t rows, int64_t m, int64_t dim,
                              void* y, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t t = 0; t < rows; t++) {
@@ -148,5 +224,15 @@ EXPORT void simd_hc_collapse(const void* streams, int64_t bf16, int64_t stride, 
             collapse_row(static_cast<const Bf16*>(streams) + t * stride, pre + t * m, m, dim, static_cast<Bf16*>(y) + t * dim);
         else
             collapse_row(static_cast<const float*>(streams) + t * stride, pre + t * m, m, dim, static_cast<float*>(y) + t * dim);
+    }
+}
+
+OP(simd_stream_mean, const void* streams, int64_t bf16, int64_t stride, int64_t rows, int64_t m, int64_t dim, void* y, int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t t = 0; t < rows; t++) {
+        if (bf16)
+            mean_row(static_cast<const Bf16*>(streams) + t * stride, m, dim, static_cast<Bf16*>(y) + t * dim);
+        else
+            mean_row(static_cast<const float*>(streams) + t * stride, m, dim, static_cast<float*>(y) + t * dim);
     }
 }

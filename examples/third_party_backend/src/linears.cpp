@@ -26,7 +26,7 @@ void place(int64_t format, const uint8_t* row, int64_t count, uint8_t* block, in
 }  // namespace
 
 // values [outputs, row_bytes]; scales e8m0 [outputs / scale_rows, blocks] or null. `data` is zeroed; both results as in `Weight`.
-EXPORT void simd_pack(int64_t format, int64_t outputs, int64_t inputs, const uint8_t* values, int64_t row_bytes, const uint8_t* scales,
+OP(simd_pack, int64_t format, int64_t outputs, int64_t inputs, const uint8_t* values, int64_t row_bytes, const uint8_t* scales,
                       int64_t scale_rows, uint8_t* data, uint8_t* scale, int64_t threads) {
     const Weight w{format, outputs, inputs, nullptr, nullptr};
     const int64_t blocks = w.blocks(), bytes = block_bytes(format), row_block = bytes / LANES;
@@ -42,7 +42,7 @@ EXPORT void simd_pack(int64_t format, int64_t outputs, int64_t inputs, const uin
 }
 
 // y[t] = x[t] . weight.T. x bf16 or float32 [rows, inputs], y likewise [rows, outputs].
-EXPORT void simd_linear(const void* x, int64_t x_bf16, int64_t x_stride, int64_t rows, const Weight* weight, void* y, int64_t y_bf16,
+OP(simd_linear, const void* x, int64_t x_bf16, int64_t x_stride, int64_t rows, const Weight* weight, void* y, int64_t y_bf16,
                         int64_t threads) {
     thread_local Rows in;
     in.set(x, x_bf16, x_stride, rows, weight->inputs);
@@ -50,7 +50,7 @@ EXPORT void simd_linear(const void* x, int64_t x_bf16, int64_t x_stride, int64_t
 }
 
 // x bf16 or float32 [rows, groups * inputs of wo_a] -> y [rows, outputs of wo_b]. Group g meets rows g * o .. of wo_a.
-EXPORT void simd_attention_output(const void* x, int64_t bf16, int64_t x_stride, int64_t rows, int64_t groups, const Weight* wo_a,
+OP(simd_attention_output, const void* x, int64_t bf16, int64_t x_stride, int64_t rows, int64_t groups, const Weight* wo_a,
                                   const Weight* wo_b, void* y, int64_t threads) {
     thread_local Rows in;
     thread_local std::vector<float> part, z;

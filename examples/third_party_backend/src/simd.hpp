@@ -13,7 +13,7 @@
 #include <immintrin.h>
 #endif
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
+#include "call.hpp"
 
 constexpr int64_t LANES = 16;
 using F = float __attribute__((vector_size(64)));
@@ -91,25 +91,40 @@ inline void put(T* p, F x, int64_t n) {
     std::memcpy(p, part, n * sizeof(T));
 }
 
-inline float total(F v) {
-    float a[LANES];
-    std::memcpy(a, &v, sizeof v);
-    for (int half = 8; half; half /= 2)
-        for (int i = 0; i < half; i++) a[i] += a[i + half];
-    return a[0];
-}
+using F8 = float __attribute__((vector_size(32)));
+using F4 = float __attribute__((vector_size(16)));
 
-inline float largest(F v) {
-    float a[LANES];
-    std::memcpy(a, &v, sizeof v);
-    for (int half = 8; half; half /= 2)
-        for (int i = 0; i < half; i++) a[i] = a[i + half] > a[i] ? a[i + half] : a[i];
-    return a[0];
+inline F8 low(F v) { return __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7); }
+inline F8 high(F v) { return __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15); }
+inline F4 low(F8 v) { return __builtin_shufflevector(v, v, 0, 1, 2, 3); }
+inline F4 high(F8 v) { return __builtin_shufflevector(v, v, 4, 5, 6, 7); }
+
+inline float total(F v) {  // lanes 8 apart first, then 4, 2, 1
+    const F8 eight = low(v) + high(v);
+    const F4 four = low(eight) + high(eight);
+    return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
 inline F magnitude(F x) { return (F)((U)x & 0x7fffffffu); }
+
+// The largest magnitude; a NaN if there is one, as the bits of a NaN are above those of any number.
+inline float largest(F v) {
+    using I8 = int32_t __attribute__((vector_size(32)));
+    using I4 = int32_t __attribute__((vector_size(16)));
+    const F m = magnitude(v);
+    const I8 a = (I8)low(m), b = (I8)high(m), eight = a > b ? a : b;
+    const I4 c = (I4)low((F8)eight), d = (I4)high((F8)eight), four = c > d ? c : d;
+    const int32_t bits = std::max(std::max(four[0], four[2]), std::max(four[1], four[3]));
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+inline float largest(F a, F b) {
+    const I x = (I)magnitude(a), y = (I)magnitude(b);
+    return largest((F)(x > y ? x : y));
+}
+
 inline F with_sign(F x, F sign) { return (F)((U)x | ((U)sign & 0x80000000u)); }
-inline F maximum(F a, F b) { return a > b ? a : b; }
 
 inline uint32_t bits_of(float x) {
     uint32_t u;
@@ -191,7 +206,7 @@ inline float e8m0_value(uint8_t b) { return b ? float_of(uint32_t(b) << 23) : 0x
 
 // Two vectors put on the FP8 grid of their common scale, which is returned.
 inline float fake_fp8(F& a, F& b) {
-    float scale = fp8_scale(largest(maximum(magnitude(a), magnitude(b))));
+    float scale = fp8_scale(largest(a, b));
     float inverse = reciprocal_of_power(scale);
     a = on_e4m3(a * inverse) * scale;
     b = on_e4m3(b * inverse) * scale;
