@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_core.backend.runtime import DeviceRuntime, Event, PendingCopy
+from deepinfer_core.engine.draft_graphs import DraftGraphs, Drafts
 from deepinfer_core.engine.graphs import DecodeGraphs, GraphOptions
 from deepinfer_core.engine.plan import StepPlan, StepResult
 from deepinfer_core.engine.results import DeviceOutputs, DeviceStep, host_result
@@ -27,7 +28,7 @@ from deepinfer_core.model.batch import SequenceInputs, Truncation
 from deepinfer_core.model.drafter import DraftInputs
 from deepinfer_core.model.graph import ForwardResult
 from deepinfer_core.model.loaded import LoadedModel
-from deepinfer_core.sampling import RequestRows, Sampler, SamplingState, host_batch
+from deepinfer_core.sampling import HostBatch, RequestRows, Sampler, SamplingState, host_batch
 from deepinfer_core.sampling.batch import SamplingBatch
 
 
@@ -88,12 +89,21 @@ class Runner:
         self._draft_log_probs: Tensor | None = None  # float32 [state slots, D, V]: only once a sampled request drafts
         self.graphs: DecodeGraphs | None = None
         self.sample_graphs: SampleGraphs | None = None
+        self.draft_graphs: DraftGraphs | None = None
 
     def capture(self, progress: Callable[[int], None] = lambda size: None) -> list[int]:
-        """Captures the buckets, and sampling where steps are plain. Returns the sizes that could not be captured."""
+        """Captures the buckets, and draft passes, or without drafts sampling where steps are plain.
+
+        Returns the sizes that could not be captured.
+        """
         assert self.graphs is not None
         failed = self.graphs.capture(progress)
-        if not self.nextn:
+        if self.nextn:
+            most = self.graphs.sizes[-1] // (1 + self.nextn)
+            sizes = [*(size for size in self.graphs.sizes if size < most), most]
+            self.draft_graphs = DraftGraphs(self.runtime, self.sampler, self._drafted, sizes)
+            self.draft_graphs.capture()
+        else:
             self.sample_graphs = SampleGraphs(self.runtime, self.graphs, self.sampler, self.loaded.model.logits)
             self.sample_graphs.capture()
         return failed
@@ -258,7 +268,7 @@ class Runner:
             batch = self.sampler.prepared(host, self._upload)
             self._choose(handle, logits, batch, sampled, drafts, outputs)
             if plan.draft.any():
-                self._draft(handle, batch, sampled, stops, outputs)
+                self._draft(handle, host, batch, sampled, stops, outputs)
         for s, request in scored:
             self._score_prompt(handle, s, ends, request, outputs)
         handle.device = outputs.device_step()
@@ -289,11 +299,16 @@ class Runner:
         outputs.put_verified(self._upload(sampled), self._upload(drafts), ids, verified)
 
     def _draft(
-        self, handle: StepHandle, batch: SamplingBatch, sampled: np.ndarray, stops: Sequence[Sequence[int]], outputs: DeviceOutputs
+        self,
+        handle: StepHandle,
+        host: HostBatch,
+        batch: SamplingBatch,
+        sampled: np.ndarray,
+        stops: Sequence[Sequence[int]],
+        outputs: DeviceOutputs,
     ) -> None:
         """Makes drafts after the sampled tokens."""
-        drafter, plan = self.loaded.drafter, handle.plan
-        assert drafter is not None
+        plan = handle.plan
         assert handle.inputs is not None
         chosen = self._upload(sampled)
         accepted = outputs.accepted[chosen]
@@ -302,19 +317,25 @@ class Runner:
         slots = self._upload(plan.state_slot[sampled].astype(np.int64))
         floor = self._upload(np.maximum(plan.valid_start, plan.keep_from)[sampled].astype(np.int64))
         inputs = DraftInputs(outputs.tokens[chosen], position, slots, floor)
+        drafts = None if self.draft_graphs is None else self.draft_graphs.run(host, inputs, accepted)
+        ids, confidences = self._drafted(inputs, batch, accepted) if drafts is None else drafts
+        ended = self._ended(outputs.emitted[chosen], stops)
+        outputs.put_drafts(chosen, ids, confidences.masked_fill(ended[:, None], 0.0))
+
+    def _drafted(self, inputs: DraftInputs, batch: SamplingBatch, accepted: Tensor) -> Drafts:
+        """Drafts after `inputs`. Unless all sequences are greedy, their distributions are kept for verification."""
+        drafter = self.loaded.drafter
+        assert drafter is not None
         hidden, base = drafter.forward(inputs, self.nextn, self.loaded.caches)
-        if not batch.all_greedy:
-            self._draft_distributions(base)
         previous, ids, confidences = inputs.anchor, [], []
         for i in range(self.nextn):
             logits = drafter.markov_logits(base[:, i], previous)
             confidences.append(drafter.confidence(hidden[:, i], previous, self.temperatures[i]))
             previous, log_probs = self.sampler.draft(logits, batch, i + 1, accepted)
-            if self._draft_log_probs is not None:
-                self._draft_log_probs[slots, i] = log_probs
+            if not batch.all_greedy:
+                self._draft_distributions(base)[inputs.state_slot, i] = log_probs
             ids.append(previous)
-        ended = self._ended(outputs.emitted[chosen], stops)
-        outputs.put_drafts(chosen, torch.stack(ids, 1), torch.stack(confidences, 1).masked_fill(ended[:, None], 0.0))
+        return Drafts(torch.stack(ids, 1), torch.stack(confidences, 1))
 
     def _draft_distributions(self, logits: Tensor) -> Tensor:
         """Where the distributions of drafts are kept from their drawing to their verification; `logits` [..., V] tell the size."""

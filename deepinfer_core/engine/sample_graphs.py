@@ -38,6 +38,13 @@ class SampleKind(Enum):
         return cls.FILTERED if host.filtered else cls.DRAWN
 
 
+def padding_batch(size: int, kind: SampleKind) -> HostBatch:
+    """A plain batch of `size` padding sequences that has the flags of the kind. Some may be greedy, if there are others."""
+    padding = host_batch([]).padded(size)
+    greedy = size if kind is SampleKind.GREEDY else min(1, size - 1)
+    return HostBatch(padding.arrays, size, greedy, kind is SampleKind.FILTERED, 0)
+
+
 @dataclass
 class _Tail:
     """One bucket's sampling of one kind."""
@@ -82,10 +89,8 @@ class SampleGraphs:
         return self._decode.previous.first(host.count), {name: tensor[: host.count] for name, tensor in tail.outputs.items()}
 
     def _tail(self, size: int, kind: SampleKind) -> _Tail:
-        padding = host_batch([]).padded(size)
-        greedy = size if kind is SampleKind.GREEDY else min(1, size - 1)  # some may be greedy, if there are others
-        host = HostBatch(padding.arrays, size, greedy, kind is SampleKind.FILTERED, 0)
-        buffer, layout = pack(padding.arrays)
+        host = padding_batch(size, kind)
+        buffer, layout = pack(host.arrays)
         on_device = self._runtime.to_device(buffer)
         return _Tail(size, host, on_device, unpack(on_device, layout))
 
