@@ -295,7 +295,7 @@ def main() -> None:
     if run.engine is not None:
         run.engine.close()
     if "golden" in wanted:
-        for name in ("compare_tokens", "compare_logits", "compare_graphs", "compare_batches"):
+        for name in golden_on_device.COMPARISONS:
             run.part(name, lambda name=name: getattr(golden_on_device, name)(o.backend, o.device))
     print((run.out / f"{o.name}.md").read_text(encoding="utf-8"), flush=True)
 

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from deepinfer_backends.cpu_ref.kernels import ReferenceKernels
+from deepinfer_core.backend.formats import Numerics
 from deepinfer_core.backend.kernels import Kernels
 from deepinfer_core.backend.registry import discover
 from deepinfer_core.checkpoint.geometries import shipped_checkpoint
@@ -21,6 +23,9 @@ from deepinfer_core.sampling import SamplingParams
 
 GOLDENS = Path(__file__).parents[2] / "tests" / "data" / "goldens_small"
 NEW_TOKENS = 48
+SURE = 1.0
+"""Margin (best logit above the second) from which on two implementations of the quantised model agree on the best token, as measured
+between the recordings' two variants: all of 66 positions. See the notes that come with the recordings."""
 
 
 def prompts() -> dict[str, list[int]]:
@@ -105,6 +110,50 @@ def compare_logits(backend: str, device: str) -> list[dict[str, Any]]:
     return rows
 
 
+def compare_forced(backend: str, device: str) -> list[dict[str, Any]]:
+    """The best token after each prefix of the recorded greedy continuations, in release numerics, fed in one step and token by token.
+
+    Recordings of quantised arithmetic are compared where they are sure: single rounding flips move logits, so that two independent
+    implementations agree on the best token everywhere only at positions whose margin exceeds `SURE`.
+    """
+    model = SoloModel(shipped_checkpoint(), kernels_of(backend, device), sequences=2, max_tokens=500)
+    rows = []
+    for name in prompts():
+        record = load_file(GOLDENS / f"text_{name}.safetensors")
+        for variant in ("f32", "bf16"):
+            if f"greedy_ids.{variant}" not in record:
+                continue
+            want, sure = record[f"greedy_ids.{variant}"].long(), record[f"greedy_margin.{variant}"] > SURE
+            ids = record["input_ids"].tolist() + want.tolist()[:-1]
+            once = model.logits(ids, 0)[-len(want) :].argmax(-1).cpu()
+            stepwise = model.logits(ids, 1, (len(ids) - len(want) + 1, *(1,) * (len(want) - 1)))[-len(want) :].argmax(-1).cpu()
+            model.forget(0)
+            model.forget(1)
+            row = {"prompt": name, "recorded": variant, "positions": len(want), "sure": int(sure.sum())}
+            for mode, got in (("one step", once), ("token by token", stepwise)):
+                row[f"equal where sure, {mode}"] = int((got == want)[sure].sum())
+                row[f"equal, {mode}"] = int((got == want).sum())
+            rows.append(row)
+    return rows
+
+
+def compare_ideal(backend: str, device: str) -> list[dict[str, Any]]:
+    """Greedy tokens in ideal numerics (float32, no quantiser), where they must equal the recordings: the reference's ops on the device.
+
+    The NVIDIA kernels compute release numerics only; this checks everything around them on the device.
+    """
+    kernels = ReferenceKernels(torch.device(device or kernels_of(backend, device).device), Numerics.IDEAL)
+    model = SoloModel(shipped_checkpoint(), kernels, max_tokens=500)
+    rows = []
+    for name in prompts():
+        record = load_file(GOLDENS / f"text_{name}.safetensors")
+        want = record["greedy_ids.f32_noquant"].tolist()
+        model.forget()
+        got = model.greedy(record["input_ids"].tolist(), len(want))
+        rows.append({"prompt": name, "tokens": len(want), "equal": sum(a == b for a, b in zip(got, want, strict=True))})
+    return rows
+
+
 def compare_graphs(backend: str, device: str) -> dict[str, Any]:
     """Greedy tokens with captured graphs against eager steps."""
     ids = list(prompts().values())
@@ -132,3 +181,14 @@ def compare_batches(backend: str, device: str) -> list[dict[str, Any]]:
     columns = ("different rows", "largest difference")
     modes = (("default", False), ("batch invariant", True))
     return [dict(zip(columns, differences(invariant), strict=True), mode=mode) for mode, invariant in modes]
+
+
+COMPARISONS = {
+    "compare_forced": "Best token after each prefix of the recorded continuations, release numerics. Sure: recorded margin above 1.",
+    "compare_ideal": "Greedy tokens in ideal numerics (the reference's ops on this device) against the recorded float32 tokens.",
+    "compare_graphs": "Greedy tokens with graphs against eager steps.",
+    "compare_batches": "Last logits of four prompts alone against together.",
+    "compare_tokens": "Greedy tokens against cpu_ref; margin: logit of the reference's choice above the backend's at the first difference.",
+    "compare_logits": "Logits.",
+}
+"""Every comparison with its caption, the most telling first."""

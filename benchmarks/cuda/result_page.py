@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from golden_on_device import COMPARISONS
 from profiling import Profile
 
 Results = Mapping[str, Any]
@@ -90,23 +91,14 @@ def _prefill(results: Results) -> str:
 
 
 def _golden(results: Results) -> str:
-    names = ("compare_tokens", "compare_logits", "compare_graphs", "compare_batches")
-    found = [(name, results[name]) for name in names if results.get(name)]
+    found = [(name, results[name]) for name in COMPARISONS if results.get(name)]
     if not found:
         return ""
     parts = ["## The shipped checkpoint\n"]
     for name, value in found:
         rows = value if isinstance(value, list) else [value]
-        parts.append(f"{_TITLES[name]}\n\n{_table(rows)}")
+        parts.append(f"{COMPARISONS[name]}\n\n{_table(rows)}")
     return "\n".join(parts)
-
-
-_TITLES = {
-    "compare_tokens": "Greedy tokens against cpu_ref; margin: logit of the reference's choice above the backend's at the first difference.",
-    "compare_logits": "Logits.",
-    "compare_graphs": "Greedy tokens with graphs against eager steps.",
-    "compare_batches": "Last logits of four prompts alone against together.",
-}
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
