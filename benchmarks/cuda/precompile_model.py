@@ -8,14 +8,11 @@ The model runs on meta tensors, where kernel launches are only recorded: no GPU 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import time
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from cuda_checks.compiling import compile_launch, signature
+from cuda_checks.precompile import compile_all, key
 from released_model import RandomWeights, Shape, model_config, share_experts
 
 from deepinfer_backends.cuda_sm100.kernels import CudaKernels
@@ -27,7 +24,6 @@ from deepinfer_core.model.batch import SequenceInputs
 from deepinfer_core.model.loaded import CacheSizes, LoadedModel
 
 META = torch.device("meta")
-_found: list[Launch] = []  # filled before workers are forked, which inherit it
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -58,18 +54,8 @@ def launches(shape: Shape, steps: list[tuple[int, int]], arch: int) -> list[Laun
             flat = zeros(sequences, dtype=torch.float32)
             kernels.log_probs(logits, SamplingRows(flat, zeros(sequences, dtype=torch.int32), flat, flat, False, False))
         for launch in some:
-            seen.setdefault(f"{launch.kernel.__name__} {launch.constants} {launch.warps} {launch.stages} {signature(launch)}", launch)
+            seen.setdefault(key(launch), launch)
     return list(seen.values())
-
-
-def _compile(task: tuple[int, int]) -> str:
-    index, arch = task
-    torch.set_num_threads(1)
-    try:
-        compile_launch(_found[index], arch)
-    except Exception as error:  # noqa: BLE001 - the launch itself will say it again, with its inputs
-        return f"{_found[index].kernel.__name__}: {type(error).__name__}: {str(error)[:200]}"
-    return ""
 
 
 def main() -> None:
@@ -84,13 +70,13 @@ def main() -> None:
     shape = Shape(layers=options.layers, context=options.context, batch=max(batches))
     begin = time.monotonic()
     longest = shape.context + shape.new_tokens  # the profile run that sizes the caches
-    _found.extend(launches(shape, [*((b, b) for b in batches), (1, shape.context), (1, longest)], options.arch))
+    found = launches(shape, [*((b, b) for b in batches), (1, shape.context), (1, longest)], options.arch)
     recorded = time.monotonic()
-    with get_context("fork").Pool(max(1, (os.cpu_count() or 2) - 1)) as pool:
-        problems = [text for text in pool.imap_unordered(_compile, [(i, options.arch) for i in range(len(_found))], 1) if text]
-    print(f"{len(_found)} kernels: recorded in {recorded - begin:.1f} s, compiled in {time.monotonic() - recorded:.1f} s", flush=True)
-    for problem in problems:
-        print(problem, file=sys.stderr)
+    count = compile_all(found, options.arch)
+    print(
+        f"{count} of {len(found)} kernels: recorded in {recorded - begin:.1f} s, compiled in {time.monotonic() - recorded:.1f} s",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -137,9 +137,9 @@ def main() -> int:
     out = Path(os.environ.get("OUT", "."))
     report = Report(out / "device_check.jsonl", start + options.seconds)
     rows = [int(r) for r in options.rows.split(",")]
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
     plan = (*(("released", r) for r in rows), *(("small", r) for r in (1, 19, 300)))
     print(f"{precompile(plan)} kernels compiled after {time.monotonic() - start:.0f} s", flush=True)
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
     guarded(report, "runtime", lambda: check_runtime(report))
     for count in (1, 19, 300):
         guarded(report, "small", lambda count=count: check_ops(report, "small", SMALL, count, 96, options.ops, False))
