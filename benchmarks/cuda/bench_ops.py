@@ -3,7 +3,7 @@
     PYTHONPATH=tests/cuda python3 benchmarks/cuda/bench_ops.py [--seconds 400] [--rows 1,8,64,8192] [--ops PATTERN] [--invariant]
 
 Each op is captured in a CUDA graph; `cold` is one replay after the L2 cache was overwritten, `warm` the mean of replays in a row. Writes
-$OUT/bench_ops.jsonl as results come, $OUT/bench_ops.md at the end.
+$OUT/bench_ops.jsonl as results come, $OUT/bench_ops.md at the end (bench_ops_invariant with --invariant: the batch-invariant mode).
 """
 
 from __future__ import annotations
@@ -162,6 +162,7 @@ def main() -> None:
     device = torch.device("cuda:0")
     kernels, flush = CudaKernels(device, batch_invariant=options.invariant), torch.empty(1 << 28, dtype=torch.uint8, device=device)
     limits = ceilings(flush)
+    name = "bench_ops_invariant" if options.invariant else "bench_ops"
     head = (
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {limits['copy'] / 1e12:.2f} TB/s, bf16 product "
         f"{limits['product'] / 1e12:.0f} TFLOP/s, one empty graph {limits['empty_us']:.1f} us\n\n"
@@ -169,7 +170,7 @@ def main() -> None:
     )
     print(head, flush=True)
     lines = [head]
-    with (out / "bench_ops.jsonl").open("w", encoding="utf-8") as file:
+    with (out / f"{name}.jsonl").open("w", encoding="utf-8") as file:
         file.write(json.dumps(limits) + "\n")
         for count in rows:
             for case in all_cases(RELEASED, Inputs(device, seed=count), min(count, 8192), 8192):
@@ -186,7 +187,7 @@ def main() -> None:
                 lines.append(line(entry))
                 print(lines[-1], flush=True)
             torch.cuda.empty_cache()
-    (out / "bench_ops.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

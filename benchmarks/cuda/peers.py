@@ -17,7 +17,6 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -41,11 +40,13 @@ def chosen_comparisons(chosen: Chosen) -> Iterator[Comparison]:
                     yield comparison
 
 
-def _compile_share(chosen: Chosen, share: int, shares: int) -> None:
+def _compile_share(chosen: Chosen, share: int, shares: int, deadline: float) -> None:
     torch.set_num_threads(1)
+    os.environ.setdefault("HUMMING_MAX_PARALLEL_BUILD_WORKERS", "2")  # there are other processes
     for comparison in chosen_comparisons(chosen):
-        if zlib.crc32(f"{comparison.op} {comparison.peer}".encode()) % shares != share:
+        if zlib.crc32(f"{comparison.op} {comparison.peer}".encode()) % shares != share or time.time() > deadline:
             continue
+        begin = time.time()
         try:
             pair = comparison.build()
             pair.ours()
@@ -53,14 +54,20 @@ def _compile_share(chosen: Chosen, share: int, shares: int) -> None:
             torch.cuda.synchronize()
         except Exception:  # noqa: BLE001 - the measurement meets it again and reports it
             torch.cuda.empty_cache()
+        if time.time() - begin > 5.0:
+            print(f"compiled in {time.time() - begin:.0f} s: {comparison.op}, {comparison.rows} rows, {comparison.peer}", flush=True)
 
 
-def compile_kernels(chosen: Chosen, jobs: int) -> None:
-    """Calls everything once on several processes: Triton, TileLang and Humming keep what they compile on disk."""
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        for future in [pool.submit(_compile_share, chosen, share, jobs) for share in range(jobs)]:
-            if error := future.exception():
-                print(f"a compiling process failed: {type(error).__name__}: {error}", flush=True)
+def compile_kernels(chosen: Chosen, jobs: int, seconds: float) -> None:
+    """Calls everything once on several processes: Triton, TileLang and Humming keep what they compile on disk. Stops after `seconds`."""
+    deadline = time.time() + seconds
+    workers = [get_context("spawn").Process(target=_compile_share, args=(chosen, share, jobs, deadline)) for share in range(jobs)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(max(0.1, deadline - time.time()))
+        if worker.is_alive():
+            worker.kill()
 
 
 def eager_cold(work: Callable[[], object], flush: torch.Tensor, runs: int = 9) -> float:
@@ -126,12 +133,13 @@ def main() -> None:
     parser.add_argument("--ops", default="", help="part of 'op | peer'")
     parser.add_argument("--only", default=",".join(FAMILIES))
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1), help="processes that compile; 0: compile while measuring")
+    parser.add_argument("--compile-seconds", type=float, default=120.0, help="how long they may take")
     parser.add_argument("--seconds", type=float, default=400.0, help="no measurement begins later than this")
     options = parser.parse_args()
     start, out = time.monotonic(), Path(os.environ.get("OUT", "."))
     chosen = (tuple(options.only.split(",")), tuple(int(count) for count in options.rows.split(",")), options.ops)
     if options.jobs:
-        compile_kernels(chosen, options.jobs)
+        compile_kernels(chosen, options.jobs, options.compile_seconds)
         print(f"compiled after {time.monotonic() - start:.0f} s", flush=True)
     flush = torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE)
     limits = ceilings(flush)

@@ -53,6 +53,16 @@ def linear_parts(note: str) -> list[QuantTensor]:
     return [inputs(5).fp8_weight(n, size) for n in parts]
 
 
+def tuned(made: Any, rows: int, kind: str) -> dict[str, Any]:
+    """Humming's own choice of tiles for `rows` rows: by default it compiles a kernel for every range of rows."""
+    from humming.tune import get_heuristics_config
+
+    return {
+        "compute_config": {"gemm_type": kind},
+        "tuning_config": get_heuristics_config(made.humming_config, shape_m=rows, gemm_type=kind, device=DEVICE),
+    }
+
+
 def linear(note: str, rows: int, activation: dict[str, Any]) -> Pair:
     """A dense FP8 linear. Humming wants one scale per row and 32 inputs: ours are repeated 32 times."""
     parts = linear_parts(note)
@@ -69,7 +79,8 @@ def linear(note: str, rows: int, activation: dict[str, Any]) -> Pair:
     def ours() -> Tensor:
         return kernels().quantized_linear(quantised if activation is BF16 else kernels().quantize(x), weight)
 
-    return Pair(ours, lambda: theirs(x), lambda: difference(theirs(x), ours()))
+    chosen = tuned(theirs, rows, "dense")
+    return Pair(ours, lambda: theirs(x, **chosen), lambda: difference(theirs(x, **chosen), ours()))
 
 
 @cache
@@ -129,11 +140,11 @@ def experts(rows: int, kind: str) -> Pair:
     order = flat.argsort(stable=True)
     back, source = order.argsort().view(rows, G.top_k), order // G.top_k
     layout = torch.cat((torch.zeros(1, device=DEVICE, dtype=torch.int64), flat.bincount(minlength=G.experts).cumsum(0)))
-    grouped = {"expert_layout": layout, "compute_config": {"gemm_type": "grouped_contiguous"}}
+    up_choice, down_choice = (tuned(made, rows * G.top_k, "grouped_contiguous") for made in (up, down))
 
     def theirs() -> Tensor:
-        hidden, scales = swiglu(down.humming_config, up(x[source], **grouped))
-        out = down(hidden, input_scale=scales, **grouped)
+        hidden, scales = swiglu(down.humming_config, up(x[source], expert_layout=layout, **up_choice))
+        out = down(hidden, input_scale=scales, expert_layout=layout, **down_choice)
         return (out[back] * routing.weights.bfloat16()[..., None]).sum(1)
 
     def ours() -> Tensor:

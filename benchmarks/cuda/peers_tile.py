@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from cuda_checks.inputs import RELEASED
@@ -20,6 +21,16 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=DEVICE)
 
 
+@contextmanager
+def tf32_products() -> Iterator[None]:
+    """cuBLAS multiplies float32 matrices on tensor cores."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
 def hc_pre(rows: int) -> Pair:
     """Their fused kernel takes the mix products, which here come from cuBLAS in TF32 with a sum of squares by torch."""
     from tile_kernels.mhc import mhc_pre_big_fuse_fwd
@@ -30,7 +41,9 @@ def hc_pre(rows: int) -> Pair:
 
     def theirs() -> tuple[Tensor, Tensor]:
         flat = streams.view(rows, -1).float()
-        mix, squares = (flat @ weights.fn.t())[None], (flat * flat).sum(1)[None]
+        with tf32_products():
+            mix = (flat @ weights.fn.t())[None]
+        squares = (flat * flat).sum(1)[None]
         mhc_pre_big_fuse_fwd(
             mix, squares, weights.scale, weights.base, streams, post, comb, x, CONSTANTS.norm_eps, CONSTANTS.hc_eps, CONSTANTS.hc_eps,
             2.0, CONSTANTS.sinkhorn_iters, n_splits=1,

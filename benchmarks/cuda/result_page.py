@@ -13,14 +13,14 @@ Results = Mapping[str, Any]
 
 def page(results: Results, profiles: Sequence[Profile]) -> str:
     """The whole page, with whatever parts there are."""
-    sections = (_heading, _ceilings, _build, _decode, _prefill, _golden, _errors)
+    sections = (heading, ceilings, build, decode, prefill, golden, errors)
     parts = [text for section in sections if (text := section(results))]
     if profiles:
         parts.append("## Profile\n\n" + "\n".join(found.markdown() for found in profiles))
     return "\n".join(parts)
 
 
-def _heading(results: Results) -> str:
+def heading(results: Results) -> str:
     machine, options = results["machine"], results["options"]
     facts = ", ".join(f"{name} {value}" for name, value in machine.items())
     command = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items() if value not in (None, "", False))
@@ -30,7 +30,7 @@ def _heading(results: Results) -> str:
     )
 
 
-def _ceilings(results: Results) -> str:
+def ceilings(results: Results) -> str:
     rates = results.get("ceilings")
     if not rates:
         return ""
@@ -40,7 +40,7 @@ def _ceilings(results: Results) -> str:
     )
 
 
-def _build(results: Results) -> str:
+def build(results: Results) -> str:
     built = results.get("build")
     if not built:
         return ""
@@ -54,7 +54,7 @@ def _build(results: Results) -> str:
     )
 
 
-def _decode(results: Results) -> str:
+def decode(results: Results) -> str:
     rows = [row for name, row in results.items() if name.startswith("decode ")]
     if not rows:
         return ""
@@ -79,7 +79,7 @@ def _decode(results: Results) -> str:
     )
 
 
-def _prefill(results: Results) -> str:
+def prefill(results: Results) -> str:
     row = results.get("prefill")
     if not row:
         return ""
@@ -90,18 +90,18 @@ def _prefill(results: Results) -> str:
     )
 
 
-def _golden(results: Results) -> str:
+def golden(results: Results) -> str:
     found = [(name, results[name]) for name in COMPARISONS if results.get(name)]
     if not found:
         return ""
     parts = ["## The shipped checkpoint\n"]
     for name, value in found:
         rows = value if isinstance(value, list) else [value]
-        parts.append(f"{COMPARISONS[name]}\n\n{_table(rows)}")
+        parts.append(f"{COMPARISONS[name]}\n\n{table(rows)}")
     return "\n".join(parts)
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for row in rows:
@@ -113,7 +113,7 @@ def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _errors(results: Results) -> str:
+def errors(results: Results) -> str:
     if not results["errors"]:
         return ""
     blocks = [f"**{name}**\n\n```\n{text}\n```\n" for name, text in results["errors"].items()]

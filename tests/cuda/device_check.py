@@ -1,7 +1,8 @@
 """Checks the NVIDIA backend on a GPU: every op against the PyTorch reference, batch invariance, the runtime.
 
-    PYTHONPATH=tests/cuda python3 tests/cuda/device_check.py [--seconds 500] [--rows 1,8,64,300] [--ops PATTERN]
+    PYTHONPATH=tests/cuda python3 tests/cuda/device_check.py [--seconds 500] [--rows 1,8,64,300] [--ops store,attention] [--name FILE]
 
+--ops: ops whose name contains one of these words, and nothing else: for `compute-sanitizer --tool memcheck python3 ...`.
 Writes $OUT/device_check.jsonl as results come (default: the current folder) and prints a summary. Needs no pytest.
 """
 
@@ -66,13 +67,14 @@ def compared(case: Case, mine: CudaKernels, reference: ReferenceKernels) -> tupl
     return worst, problem
 
 
-def check_ops(report: Report, label: str, geometry: Geometry, rows: int, context: int, pattern: str, invariant: bool) -> None:
+def check_ops(report: Report, label: str, geometry: Geometry, rows: int, context: int, wanted: list[str], invariant: bool) -> None:
     device = torch.device("cuda:0")
     mine, reference = CudaKernels(device, batch_invariant=invariant), ReferenceKernels(device)
     mode = " invariant" if invariant else ""
     for case in all_cases(geometry, Inputs(device, seed=rows), rows, context):
         name = f"{label} {case.op}({case.note}) rows={rows}{mode}"
-        if pattern not in case.op or (rows > SAMPLED_ROWS and case.op in ("log_probs", "verify", "sample", "markov_logits")):
+        sampling = case.op in ("log_probs", "verify", "sample", "markov_logits")
+        if not any(word in case.op for word in wanted) or (rows > SAMPLED_ROWS and sampling):
             continue
         if report.late():
             report.left_out += 1
@@ -132,24 +134,30 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=500.0)
     parser.add_argument("--rows", default="1,8,64,300")
     parser.add_argument("--ops", default="")
+    parser.add_argument("--name", default="device_check")
+    parser.add_argument("--compiled", action="store_true", help="do not compile ahead: an earlier run left the kernels in Triton's cache")
     options = parser.parse_args()
+    wanted = options.ops.split(",")
     start = time.monotonic()
     out = Path(os.environ.get("OUT", "."))
-    report = Report(out / "device_check.jsonl", start + options.seconds)
+    report = Report(out / f"{options.name}.jsonl", start + options.seconds)
     rows = [int(r) for r in options.rows.split(",")]
     plan = (*(("released", r) for r in rows), *(("small", r) for r in (1, 19, 300)))
-    print(f"{precompile(plan)} kernels compiled after {time.monotonic() - start:.0f} s", flush=True)
+    count = 0 if options.compiled else precompile(plan)
+    print(f"{count} kernels compiled after {time.monotonic() - start:.0f} s", flush=True)
     print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
-    guarded(report, "runtime", lambda: check_runtime(report))
+    if not options.ops:
+        guarded(report, "runtime", lambda: check_runtime(report))
     for count in (1, 19, 300):
-        guarded(report, "small", lambda count=count: check_ops(report, "small", SMALL, count, 96, options.ops, False))
+        guarded(report, "small", lambda count=count: check_ops(report, "small", SMALL, count, 96, wanted, False))
     print(f"small sizes done after {time.monotonic() - start:.0f} s", flush=True)
     for count in rows:
-        guarded(report, "released", lambda count=count: check_ops(report, "released", RELEASED, count, 8192, options.ops, False))
+        guarded(report, "released", lambda count=count: check_ops(report, "released", RELEASED, count, 8192, wanted, False))
         print(f"released sizes, {count} rows, done after {time.monotonic() - start:.0f} s", flush=True)
         torch.cuda.empty_cache()
-    guarded(report, "invariance", lambda: [report.add(f"invariance {op}", problem) for op, problem in invariance_problems()] and None)
-    guarded(report, "invariant mode", lambda: check_ops(report, "released", RELEASED, 64, 8192, options.ops, True))
+    if not options.ops:
+        guarded(report, "invariance", lambda: [report.add(f"invariance {op}", problem) for op, problem in invariance_problems()] and None)
+    guarded(report, "invariant mode", lambda: check_ops(report, "released", RELEASED, 64, 8192, wanted, True))
     seconds = time.monotonic() - start
     print(f"{report.passed} passed, {len(report.failures)} failed, {report.left_out} left out for time, {seconds:.0f} s")
     for failure in report.failures:

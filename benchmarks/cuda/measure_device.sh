@@ -1,0 +1,57 @@
+#!/bin/sh
+# Every check and measurement of the NVIDIA backend on one GPU, in about eight minutes; then `results.py` makes the page for docs/results/.
+#
+#   OUT=some/folder sh benchmarks/cuda/measure_device.sh [PART...]      PARTs: correctness ops peers end_to_end; all of them if none is given
+#
+# Run it in the root of a checkout; `deepinfer_core` must be importable (prepare_device.sh says how on a machine without a network), the
+# peers too if they are to be measured (benchmarks/README.md). Correctness runs share the GPU, timed runs have it to themselves. Each run
+# has a time limit of its own, so that one that hangs costs no other; what it wrote by then is kept.
+set -u
+out=$(mkdir -p "${OUT:-.}" && cd "${OUT:-.}" && pwd)
+export OUT="$out" PYTHONUNBUFFERED=1 PYTHONPATH="tests/cuda:${PYTHONPATH:-}" TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$HOME/.triton/cache}"
+parts=${*:-correctness ops peers end_to_end}
+say() { echo "[$(date +%T)] $*" | tee -a "$out/times.txt"; }
+
+# run SECONDS NAME COMMAND...: a command with a time limit and a log; $out/NAME.status holds its exit code (124: out of time)
+run() {
+    seconds=$1 name=$2
+    shift 2
+    say "$name starts"
+    timeout -k 5 "$seconds" "$@" >"$out/$name.log" 2>&1
+    echo "$?" >"$out/$name.status"
+    say "$name ends with $(cat "$out/$name.status")"
+}
+
+correctness() {
+    # One level a process: a level that runs out of time hides no other.
+    run 30 precompile python3 benchmarks/cuda/precompile_model.py
+    for level in contract ops model engine claims; do
+        jobs=3
+        [ "$level" = ops ] && jobs=4
+        run 150 "conformance_$level" python3 -c "from deepinfer_core.cli import main; main()" conformance --backend cuda_sm100 \
+            --level "$level" --jobs "$jobs" --report "$out/conformance_$level.json" &
+    done
+    run 150 device_check python3 tests/cuda/device_check.py --seconds 120 &
+    run 120 golden python3 benchmarks/cuda/end_to_end.py --parts golden --name golden --seconds 60 &
+    wait
+    run 100 sanitizer compute-sanitizer --tool memcheck --error-exitcode 9 python3 tests/cuda/device_check.py --compiled --rows 1,64 \
+        --ops store,attention --name sanitized --seconds 60
+}
+
+ops() {
+    run 110 bench_ops python3 benchmarks/cuda/bench_ops.py --seconds 90
+    run 90 bench_ops_invariant python3 benchmarks/cuda/bench_ops.py --invariant --seconds 70
+}
+
+peers() {
+    run 170 peers python3 benchmarks/cuda/peers.py --seconds 150
+}
+
+end_to_end() {
+    run 190 end_to_end python3 benchmarks/cuda/end_to_end.py --parts ceilings,decode,prefill,profile --seconds 150
+}
+
+for part in $parts; do
+    "$part"
+done
+say "done"
