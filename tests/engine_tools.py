@@ -94,9 +94,9 @@ class ScriptedDrafter:
         self._index = 0
         draft, forward = runner._draft, drafter.forward
 
-        def remember(handle: Any, batch: Any, sampled: np.ndarray, *rest: Any) -> None:
+        def remember(handle: Any, host: Any, batch: Any, sampled: np.ndarray, *rest: Any) -> None:
             self._requests, self._index = [handle.plan.requests[s] for s in sampled], 0
-            draft(handle, batch, sampled, *rest)
+            draft(handle, host, batch, sampled, *rest)
 
         def watch(inputs: Any, length: int, caches: Any) -> Any:
             self._first = (inputs.position + 2).tolist()

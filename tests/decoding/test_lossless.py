@@ -141,7 +141,7 @@ def test_a_planner_that_looks_at_draft_values_would_be_caught(monkeypatch):
 
     def confidence_of_the_value(*args):
         draw(*args)
-        outputs, sampled = args[-1], args[2]
+        outputs, sampled = args[-1], args[3]
         outputs.confidences[sampled] = (outputs.drafts[sampled] == 3).float()
         drafts.append(outputs)
 
