@@ -33,6 +33,7 @@ class CpuRuntime(DeviceRuntime):
         self._pool = None if inline else ThreadPoolExecutor(max_workers=1, thread_name_prefix="cpu_ref", initializer=self._enter_worker)
         self._worker: int | None = None  # ident of the worker thread once it runs
         self._unrecorded: list[Future[Any]] = []  # enqueued since the last event: still running or failed
+        self._last: _Work | None = None  # enqueued last, by the host
         self._guards = 0  # open `forbid_sync` scopes
         self._closed = False
 
@@ -50,9 +51,9 @@ class CpuRuntime(DeviceRuntime):
         return _Pending(self, self._enqueue(lambda: {name: tensor.numpy().copy() for name, tensor in work().items()}))
 
     def record(self) -> Event:
-        events = [*self._unrecorded, self._enqueue(time.perf_counter)]
-        self._unrecorded = []
-        return _Event(self, events)
+        self._refuse_if_closed()
+        unrecorded, self._unrecorded = self._unrecorded, []
+        return _Event(self, unrecorded, None if self._runs_here() else self._last)
 
     def synchronize(self) -> None:
         self.record().wait()
@@ -82,16 +83,25 @@ class CpuRuntime(DeviceRuntime):
     def _enter_worker(self) -> None:
         self._worker = threading.get_ident()
 
-    def _enqueue(self, work: Callable[[], Any]) -> Future[Any]:
+    def _runs_here(self) -> bool:
+        """Whether work that is enqueued now runs at once, in this thread."""
+        return self._pool is None or threading.get_ident() == self._worker
+
+    def _refuse_if_closed(self) -> None:
         if self._closed:
             raise EngineError("the CPU runtime was closed: no work can be enqueued any more; build a new engine")
-        if self._pool is None or threading.get_ident() == self._worker:
-            future = _run_now(work)
+
+    def _enqueue(self, call: Callable[[], Any]) -> Future[Any]:
+        self._refuse_if_closed()
+        work = _Work(call)
+        if self._pool is None or self._runs_here():
+            work.future = _run_now(work)
         else:
-            future = self._pool.submit(_without_gradients, work)
+            work.future = self._pool.submit(work)
+            self._last = work
         self._unrecorded = [f for f in self._unrecorded if not f.done() or f.exception() is not None]
-        self._unrecorded.append(future)
-        return future
+        self._unrecorded.append(work.future)
+        return work.future
 
     def _may_block(self, what: str) -> None:
         if self._guards and threading.get_ident() != self._worker:
@@ -120,33 +130,54 @@ class _Replay(Graph):
         self._runtime._enqueue(self._work)
 
 
+class _Work:
+    """One piece of work, and when it ended."""
+
+    future: Future[Any]
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self.ended = 0.0
+
+    def __call__(self) -> Any:
+        try:
+            with torch.no_grad():  # the mode belongs to a thread
+                return self._call()
+        finally:
+            self.ended = time.perf_counter()
+
+
 class _Event(Event):
-    def __init__(self, runtime: CpuRuntime, futures: list[Future[Any]]) -> None:
-        self._runtime = runtime
-        self._futures = futures
+    """Nothing is enqueued for an event: it is reached when it is recorded, or when the work before it ends if that is later."""
+
+    def __init__(self, runtime: CpuRuntime, unrecorded: list[Future[Any]], last: _Work | None) -> None:
+        self._runtime, self._unrecorded, self._last = runtime, unrecorded, last
+        self._recorded = time.perf_counter()
 
     def wait(self) -> None:
         self._runtime._may_block("Event.wait")
-        for future in self._futures:
+        for future in self._unrecorded:
             future.result()
+        self._reached()
 
     def done(self) -> bool:
-        return self._futures[-1].done()
+        return self._last is None or self._last.future.done()
 
     def milliseconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, _Event)
-        return 1e3 * (self._futures[-1].result() - earlier._futures[-1].result())
+        return 1e3 * (self._reached() - earlier._reached())
+
+    def _reached(self) -> float:
+        if self._last is None:
+            return self._recorded
+        self._last.future.exception()  # waits, and leaves an error to the event that was recorded next after it
+        return max(self._recorded, self._last.ended)
 
 
-def _without_gradients(work: Callable[[], Any]) -> Any:
-    with torch.no_grad():  # the mode belongs to a thread
-        return work()
-
-
-def _run_now(work: Callable[[], Any]) -> Future[Any]:
+def _run_now(work: _Work) -> Future[Any]:
     future: Future[Any] = Future()
     try:
-        future.set_result(_without_gradients(work))
+        future.set_result(work())
     except Exception as error:  # noqa: BLE001 handed to whoever waits, exactly as the worker thread does
         future.set_exception(error)
     return future

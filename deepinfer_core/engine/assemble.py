@@ -19,31 +19,29 @@ def assemble(
 ) -> StepPlan:
     """The plan of a step: decode rows first, then prompt chunks. Mutates the table: see `_note`."""
     limits, some = table.limits, len(decode.rows)
-    rows = np.concatenate([decode.rows, np.array([chunk.row for chunk in chunks], np.int64)])
+    rows = _behind(decode.rows, [chunk.row for chunk in chunks])
+    query_len = _behind(1 + decode.drafts, [chunk.count for chunk in chunks]).astype(INT)
+    drafts = _behind(decode.drafts, [0] * len(chunks)).astype(INT)
     is_prefill = np.arange(len(rows)) >= some
-    drafts = np.concatenate([decode.drafts, np.zeros(len(chunks), np.int64)])
-    query_len = np.concatenate([1 + decode.drafts, np.array([chunk.count for chunk in chunks], np.int64)])
-    sample = np.concatenate([np.ones(some, bool), np.array([chunk.last for chunk in chunks], bool)])
-    start = table.scheduled[rows]
+    sample = _behind(np.ones(some, bool), [chunk.last for chunk in chunks])
+    start = table.scheduled[rows].astype(INT)
     in_flight = table.sampling[rows] > 0
-    parts = [_decode_tokens(table, decode, in_flight[:some])] + [_chunk_tokens(table, chunk) for chunk in chunks]
-    filling = table.filling[rows]
     plan = StepPlan(
         step=step,
         kind=kind,
-        requests=tuple(map(table.names.__getitem__, rows.tolist())),
-        query_len=query_len.astype(INT),
-        start=start.astype(INT),
-        tokens=np.concatenate(parts),
+        requests=tuple(table.names[rows].tolist()),
+        query_len=query_len,
+        start=start,
+        tokens=_tokens(table, decode, in_flight[:some], chunks),
         remap=np.where(in_flight, table.last_index[rows], -1).astype(INT),
         pending_drafts=np.where(in_flight, table.last_drafts[rows], 0).astype(INT),
-        num_drafts=drafts.astype(INT),
+        num_drafts=drafts,
         history=_history(table, decode.rows, in_flight[:some], chunks),
         block_table=_block_table(table, rows),
         state_slot=table.slot[rows],
         valid_start=table.valid_start[rows],
         write_start=table.write_start[rows],
-        keep_from=np.where(filling, table.keep_from[rows], 0).astype(INT),
+        keep_from=table.keep_from[rows] * table.filling[rows],
         is_prefill=is_prefill,
         sample=sample,
         draft=sample & decode.draft & table.drafting[rows] & (limits.draft_after_prefill | ~is_prefill),
@@ -73,25 +71,36 @@ def _note(table: RequestTable, plan: StepPlan, chunks: Sequence[Chunk]) -> None:
             table.end_filling(chunk.row)
 
 
+def _behind(array: np.ndarray, more: Sequence[int]) -> np.ndarray:
+    """`array` with the numbers of prompt chunks behind it."""
+    return np.concatenate([array, np.array(more, array.dtype)]) if more else array
+
+
+def _tokens(table: RequestTable, decode: DecodeRows, in_flight: np.ndarray, chunks: Sequence[Chunk]) -> np.ndarray:
+    parts = [table.known(chunk.row)[chunk.start : chunk.start + chunk.count] for chunk in chunks]
+    return np.concatenate([_decode_tokens(table, decode, in_flight), *parts])
+
+
 def _decode_tokens(table: RequestTable, decode: DecodeRows, in_flight: np.ndarray) -> np.ndarray:
-    width = int(decode.drafts.max(initial=0))
-    tokens = np.concatenate([table.tail[decode.rows, -1:], table.drafts[decode.rows, :width]], axis=1)
+    if in_flight.all():
+        return np.full(decode.num_rows, -1, INT)
+    width = int(decode.drafts.max())
+    tokens = np.empty((len(decode.rows), 1 + width), INT)
+    tokens[:, 0] = table.tail[decode.rows, -1]
+    if width:
+        tokens[:, 1:] = table.drafts.take(decode.rows, axis=0)[:, :width]
     tokens[in_flight] = -1
     return tokens[np.arange(1 + width) <= decode.drafts[:, None]]
 
 
-def _chunk_tokens(table: RequestTable, chunk: Chunk) -> np.ndarray:
-    return table.known(chunk.row)[chunk.start : chunk.start + chunk.count]
-
-
 def _history(table: RequestTable, rows: np.ndarray, in_flight: np.ndarray, chunks: Sequence[Chunk]) -> np.ndarray:
     size = table.limits.history
-    tail = table.tail[rows]
-    parts = [np.where(in_flight[:, None], tail[:, 1:], tail[:, :-1])]
-    for chunk in chunks:
-        ids = table.known(chunk.row)[max(chunk.start - size, 0) : chunk.start]
-        parts.append(np.concatenate([np.full(size - len(ids), -1, INT), ids])[None])
-    return np.concatenate(parts)
+    tail = table.tail.take(rows, axis=0)
+    history = np.where(in_flight[:, None], tail[:, 1:], tail[:, :-1])
+    if not chunks:
+        return history
+    known = [table.known(chunk.row)[max(chunk.start - size, 0) : chunk.start] for chunk in chunks]
+    return np.concatenate([history, *(np.concatenate([np.full(size - len(ids), -1, INT), ids])[None] for ids in known)])
 
 
 def _block_table(table: RequestTable, rows: np.ndarray) -> np.ndarray:

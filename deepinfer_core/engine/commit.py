@@ -25,18 +25,19 @@ class Committer:
         table.sampling[rows] -= plan.sample
         for s, message in result.errors.items():
             self._fail(int(rows[s]), message)
-        running = table.state[rows] == RUNNING
-        preempted = self._preempted(rows)
+        state = table.state[rows]
+        running, ending = state == RUNNING, (state == ENDING).nonzero()[0]
+        preempted = self._preempted(rows, ending)
         live = running | preempted
         first = table.length[rows] - table.prompt_len[rows]
-        kept, stopped = self._apply_stops(plan, result, np.where(live, emitted, 0), first)
-        advance = np.flatnonzero(running)
-        table.append(rows[advance], result.tokens[advance], kept[advance])
+        kept, stopped = self._apply_stops(plan, result, emitted * live, first)
+        advance = running.nonzero()[0]
+        table.append(rows[advance], result.tokens.take(advance, axis=0), kept[advance])
         self._advance(plan, running)
         warnings = self._store_drafts(plan, result, running & plan.sample)
         self._register_pages(rows[advance])
         self._note_scored(plan, live)
-        self._settle(plan, result, kept, preempted)
+        self._settle(plan, result, kept, ending, preempted)
         self._end(plan, live, stopped)
         self._count(plan, result, emitted, kept, live)
         finished = tuple(self.ledger.finished)
@@ -44,10 +45,10 @@ class Committer:
         verified = plan.num_drafts if result.query_len is None else np.where(plan.is_prefill, 0, result.query_len - 1)
         return StepUpdates(plan, kept, first, verified, np.maximum(emitted - 1, 0), live, result.tokens, finished, warnings)
 
-    def _preempted(self, rows: np.ndarray) -> np.ndarray:
+    def _preempted(self, rows: np.ndarray, ending: np.ndarray) -> np.ndarray:
         """Which rows belong to requests that were preempted while this step ran. Their tokens are good: only their cache is gone."""
         preempted = np.zeros(len(rows), bool)
-        for s in np.flatnonzero(self.ledger.table.state[rows] == ENDING):
+        for s in ending:
             request = self.ledger.table.requests[rows[s]]
             preempted[s] = request is not None and request.status is Status.WAITING
         return preempted
@@ -60,9 +61,10 @@ class Committer:
     def _checked_counts(self, plan: StepPlan, result: StepResult) -> np.ndarray:
         """Emitted tokens of each sequence, 0 where the plan does not sample or the computation failed."""
         emitted = np.where(plan.sample, result.counts, 0).astype(np.int64)
-        emitted[list(result.errors)] = 0
+        if result.errors:
+            emitted[list(result.errors)] = 0
         most = plan.num_drafts + 1 if plan.reallocate_drafts < 0 else np.full(len(emitted), 1 + self.limits.num_draft_tokens)
-        wrong = [s for s in np.flatnonzero(plan.sample & ((emitted > most) | (emitted < 1))) if s not in result.errors]
+        wrong = [s for s in (plan.sample & ((emitted > most) | (emitted < 1))).nonzero()[0] if s not in result.errors]
         if wrong:
             s = wrong[0]
             raise EngineError(
@@ -76,9 +78,11 @@ class Committer:
         table = self.ledger.table
         kept = np.minimum(emitted, table.limit[plan.rows] - table.length[plan.rows])
         stopped = np.zeros(len(kept), bool)
-        valid = np.arange(result.tokens.shape[1]) < kept[:, None]
-        suspects = valid & (self.ledger.stop_users[np.where(valid, result.tokens, 0)] > 0)
-        for s, column in zip(*np.nonzero(suspects), strict=True):
+        suspects = self.ledger.stop_users.take(result.tokens, mode="clip") > 0  # ids behind the emitted ones may be anything
+        if not suspects.any():
+            return kept, stopped
+        suspects &= np.arange(result.tokens.shape[1]) < kept[:, None]
+        for s, column in zip(*suspects.nonzero(), strict=True):
             request = table.requests[plan.rows[s]]
             assert request is not None
             counts = first[s] + column + 1 >= request.spec.min_tokens
@@ -89,34 +93,36 @@ class Committer:
     def _advance(self, plan: StepPlan, live: np.ndarray) -> None:
         """Moves committed positions on, and corrects the next position where drafts were refused."""
         table = self.ledger.table
-        partial = plan.rows[live & ~plan.sample]
-        table.computed[partial] += plan.query_len[live & ~plan.sample]
+        partial = (live & ~plan.sample).nonzero()[0]
+        table.computed[plan.rows[partial]] += plan.query_len[partial]
         rows = plan.rows[live & plan.sample]
-        table.computed[rows] = table.length[rows] - 1
-        in_flight = table.holds[rows] > 0
-        table.scheduled[rows] = table.computed[rows] + np.where(in_flight, 1 + table.last_drafts[rows], 0)
+        computed = table.length[rows] - 1
+        table.computed[rows] = computed
+        table.scheduled[rows] = computed + (1 + table.last_drafts[rows]) * (table.holds[rows] > 0)
 
     def _store_drafts(self, plan: StepPlan, result: StepResult, sampled: np.ndarray) -> tuple[str, ...]:
         """Keeps the new drafts and what the device thinks of them; returns warnings."""
         if not self.limits.num_draft_tokens:
             return ()
-        table = self.ledger.table
-        table.num_drafts[plan.rows[sampled]] = 0
-        chosen = np.flatnonzero(sampled & plan.draft & table.drafting[plan.rows])  # drafting may have ended since the plan was made
+        table, emitting = self.ledger.table, plan.rows[sampled]
+        table.num_drafts[emitting] = 0
+        chosen = (sampled & plan.draft & table.drafting[plan.rows]).nonzero()[0]  # drafting may have ended since the plan was made
         rows = plan.rows[chosen]
         if result.drafts is not None:
-            drafts = result.drafts[chosen]
+            drafts = result.drafts.take(chosen, axis=0)
             table.drafts[rows] = drafts
             missing = drafts < 0
-            table.num_drafts[rows] = np.where(missing.any(axis=1), missing.argmax(axis=1), drafts.shape[1])
+            table.num_drafts[rows] = (
+                np.where(missing.any(axis=1), missing.argmax(axis=1), drafts.shape[1]) if missing.any() else drafts.shape[1]
+            )
         if self.limits.varlen_verification:
-            table.previous_rates[plan.rows[sampled]] = table.rates[plan.rows[sampled]]
-            table.rates[plan.rows[sampled]] = np.nan
+            table.previous_rates[emitting] = table.rates.take(emitting, axis=0)
+            table.rates[emitting] = np.nan
         if result.drafts is None or result.confidences is None:
             return ()
-        confidences = result.confidences[chosen]
+        confidences = result.confidences.take(chosen, axis=0)
         if self.limits.varlen_verification:
-            table.rates[rows] = np.cumprod(confidences, axis=1)
+            table.rates[rows] = _survivals(confidences)
         unknown = np.isnan(confidences)
         if not unknown.any():
             return ()
@@ -146,15 +152,15 @@ class Committer:
             table.registered[row] = complete
 
     def _note_scored(self, plan: StepPlan, live: np.ndarray) -> None:
-        for s in np.flatnonzero(live & (plan.logprob_start >= 0)):
+        for s in (live & (plan.logprob_start >= 0)).nonzero()[0]:
             request = self.ledger.table.requests[plan.rows[s]]
             assert request is not None
             request.scored = int(plan.start[s] + plan.query_len[s])
 
-    def _settle(self, plan: StepPlan, result: StepResult, kept: np.ndarray, preempted: np.ndarray) -> None:
+    def _settle(self, plan: StepPlan, result: StepResult, kept: np.ndarray, ending: np.ndarray, preempted: np.ndarray) -> None:
         """Keeps the tokens of preempted requests, and frees the rows that no uncommitted plan refers to any more."""
         table = self.ledger.table
-        for s in np.flatnonzero(table.state[plan.rows] == ENDING):
+        for s in ending:
             row = int(plan.rows[s])
             request = table.requests[row]
             assert request is not None
@@ -167,7 +173,7 @@ class Committer:
         """Ends requests that emitted a stop id or reached their limit."""
         table = self.ledger.table
         full = table.length[plan.rows] >= table.limit[plan.rows]
-        for s in np.flatnonzero(live & plan.sample & (stopped | full)):
+        for s in (live & plan.sample & (stopped | full)).nonzero()[0]:
             request = self.ledger.requests[plan.requests[s]]
             if stopped[s]:
                 self.ledger.end(request, FinishReason.STOP)
@@ -191,6 +197,14 @@ class Committer:
             decoding = live & ~plan.is_prefill
             stats.verified += _at_least(query_len[decoding] - 1, most)
             stats.accepted += _at_least(emitted[decoding] - 1, most)
+
+
+def _survivals(confidences: np.ndarray) -> np.ndarray:
+    """The cumulative product of each row, column by column: numpy is slow with short rows."""
+    survivals = confidences.copy()
+    for column in range(1, survivals.shape[1]):
+        survivals[:, column] *= survivals[:, column - 1]
+    return survivals
 
 
 def _at_least(lengths: np.ndarray, most: int) -> np.ndarray:

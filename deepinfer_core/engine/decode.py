@@ -47,7 +47,7 @@ class DecodePlanner:
         table = self.ledger.table
         pending = table.sampling > 0  # a sample is in flight: at least one more token will come
         ready = (table.state == RUNNING) & ~table.filling & (table.length + pending < table.limit)
-        rows = np.flatnonzero(ready)
+        rows = ready.nonzero()[0]
         rows = rows[np.argsort(-table.length[rows], kind="stable")]
         in_flight = pending[rows]
         available = np.where(in_flight, self.limits.num_draft_tokens * (table.will_draft & table.drafting)[rows], table.num_drafts[rows])
@@ -67,12 +67,14 @@ class DecodePlanner:
     def _spread(self, rows: np.ndarray, available: np.ndarray, in_flight: np.ndarray) -> tuple[np.ndarray, int]:
         if self.gauge is None or self.cost is None or not available.any():
             return available, -1
-        table, mean = self.ledger.table, self.gauge.mean
+        table = self.ledger.table
         exists = np.arange(self.limits.num_draft_tokens) < available[:, None]
-        newest = _survival(table.rates[rows], exists, mean)
-        older = np.where(in_flight[:, None], newest, _survival(table.previous_rates[rows], exists, mean))
-        known = np.where(in_flight[:, None], table.rates[rows], table.previous_rates[rows])
-        self.gauge.learn(known[~np.isnan(known).any(axis=1)])
+        rates = table.rates.take(rows, axis=0)
+        known = rates if in_flight.all() else np.where(in_flight[:, None], rates, table.previous_rates.take(rows, axis=0))
+        newest = _survival(rates, exists, self.gauge.mean)
+        older = newest if known is rates else _survival(known, exists, self.gauge.mean)
+        unknown = np.isnan(known)
+        self.gauge.learn(known[~unknown.any(axis=1)] if unknown.any() else known)
         budget = plan_budget(older, self.cost) - len(rows)
         drafts = np.minimum(allocate_drafts(newest, budget), available)
         return drafts, int(drafts.sum()) if in_flight.any() else -1
@@ -81,7 +83,7 @@ class DecodePlanner:
         """Gives each row pages for positions below its end, preempting if needed. Returns the indices of rows that still run."""
         ledger, table = self.ledger, self.ledger.table
         missing = -(-ends // self.limits.page_tokens) - table.num_pages[rows]
-        growing = np.flatnonzero(missing > 0)
+        growing = (missing > 0).nonzero()[0]
         if not len(growing):
             return np.arange(len(rows))
         needy = rows[growing]
@@ -103,4 +105,6 @@ class DecodePlanner:
 
 def _survival(rates: np.ndarray, exists: np.ndarray, mean: np.ndarray) -> np.ndarray:
     """Survivals with unknown ones as the mean at their position and drafts that do not exist as 0."""
-    return np.where(exists, np.where(np.isnan(rates), mean.astype(np.float32), rates), np.float32(0))
+    survival = np.where(np.isnan(rates), mean.astype(np.float32), rates)
+    survival[~exists] = 0.0
+    return survival

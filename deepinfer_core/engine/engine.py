@@ -270,15 +270,13 @@ class Engine:
         if sample.parent.first_token is None:
             sample.parent.first_token = time.monotonic()
             self.times.first_tokens.append(sample.parent.first_token - sample.parent.arrival)
-        tokens = [int(token) for token in update.tokens]
+        tokens = update.tokens.tolist()
         sample.sampling.append(tokens)
         kept, text, stopped = sample.text.feed(tokens)
         out = sample.output
         out.token_ids += tokens[:kept]
         out.text += text
-        token_scores = payload.scores[update.sequence]
-        assert token_scores is not None
-        out.logprobs += _logprobs(tokens[:kept], token_scores, sample.parent.params.top_logprobs)
+        out.logprobs += _logprobs(tokens[:kept], payload.scores_of(update.sequence), sample.parent.params.top_logprobs)
         out.drafts_verified += update.verified
         out.drafts_accepted += update.accepted
         if stopped:
@@ -370,10 +368,9 @@ def _kind(value: object) -> str:
 
 
 def _logprobs(tokens: Sequence[int], scores: TokenScores, top: int) -> list[TokenLogprob]:
-    found = []
-    for i, token in enumerate(tokens):
-        best = {}
-        if top and scores.top_ids is not None and scores.top is not None:
-            best = {int(t): float(p) for t, p in zip(scores.top_ids[i, :top], scores.top[i, :top], strict=True)}
-        found.append(TokenLogprob(int(token), float(scores.tokens[i]), best))
-    return found
+    values = scores.tokens[: len(tokens)].tolist()
+    if not top or scores.top_ids is None or scores.top is None:
+        return [TokenLogprob(int(token), value) for token, value in zip(tokens, values, strict=True)]
+    best = zip(scores.top_ids[: len(tokens), :top].tolist(), scores.top[: len(tokens), :top].tolist(), strict=True)
+    tops = [dict(zip(ids, logprobs, strict=True)) for ids, logprobs in best]
+    return [TokenLogprob(int(token), value, chosen) for token, value, chosen in zip(tokens, values, tops, strict=True)]

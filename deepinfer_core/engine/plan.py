@@ -126,11 +126,10 @@ class StepUpdates:
     def __iter__(self) -> Iterator[RequestUpdate]:
         plan = self.plan
         wanted = self.live & ((self.counts > 0) | (plan.logprob_start >= 0))
-        for s in np.flatnonzero(wanted):
-            count = self.counts[s]
-            yield RequestUpdate(
-                plan.requests[s], int(s), self.tokens[s, :count], int(self.first[s]), int(self.verified[s]), int(self.accepted[s])
-            )
+        sequences = wanted.nonzero()[0]
+        columns = (sequences, self.counts[sequences], self.first[sequences], self.verified[sequences], self.accepted[sequences])
+        for s, count, first, verified, accepted in zip(*(column.tolist() for column in columns), strict=True):
+            yield RequestUpdate(plan.requests[s], s, self.tokens[s, :count], first, verified, accepted)
 
 
 __all__ = ["FinishReason", "Finished", "RequestUpdate", "SlotCopy", "StepKind", "StepPlan", "StepResult", "StepUpdates"]

@@ -87,7 +87,7 @@ class PrefillPlanner:
         chunks: list[Chunk] = []
         table = self.ledger.table
         seqlen = self.limits.max_prefill_seqlen
-        filling = np.flatnonzero((table.state == RUNNING) & table.filling)
+        filling = ((table.state == RUNNING) & table.filling).nonzero()[0]
         for row in filling[np.argsort(table.admitted[filling])].tolist():
             chunk = self._cut(row, budget, first=not chunks)
             if chunk is None or table.length[row] > seqlen:

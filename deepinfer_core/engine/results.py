@@ -23,11 +23,16 @@ class TokenScores(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPayload:
-    """What a step tells about its tokens besides the ids."""
+    """What a step tells about its S sequences' tokens besides the ids."""
 
-    scores: list[TokenScores | None]  # by sequence; of the emitted tokens
+    scores: TokenScores  # of the emitted tokens, each array with a first axis of sequences; anything behind the emitted ones
     prompt_scores: dict[int, TokenScores]  # by sequence; of the prompt tokens after this step's rows
     estimates: np.ndarray | None  # float32 [S, 1 + D] estimated acceptance of the verified drafts, 0 behind; None: none were verified
+
+    def scores_of(self, sequence: int) -> TokenScores:
+        """Those of one sequence."""
+        tokens, ids, top = self.scores
+        return TokenScores(tokens[sequence], None if ids is None else ids[sequence], None if top is None else top[sequence])
 
 
 @dataclass(frozen=True)
@@ -64,27 +69,25 @@ class DeviceOutputs:
     """Collects results of S sequences; rows of sequences that do not sample keep their initial values."""
 
     def __init__(self, sequences: int, drafts: int, device: torch.device) -> None:
-        self.width = 1 + drafts
-        self.tokens = torch.full((sequences,), -1, dtype=torch.int64, device=device)
+        self.width = width = 1 + drafts
+        none = torch.full((sequences, 1 + width + 2 * drafts), -1, dtype=torch.int64, device=device)
+        tokens, self.emitted, self.verified, self.drafts = none.split_with_sizes((1, width, drafts, drafts), 1)
+        self.tokens = tokens[:, 0]
         self.accepted = torch.zeros(sequences, dtype=torch.int64, device=device)
-        self.emitted = torch.full((sequences, self.width), -1, dtype=torch.int64, device=device)
         self.failed = torch.zeros(sequences, dtype=torch.bool, device=device)
-        self.verified = torch.full((sequences, drafts), -1, dtype=torch.int64, device=device)
-        self.drafts = torch.full((sequences, drafts), -1, dtype=torch.int64, device=device)
-        self.confidences = torch.zeros(sequences, drafts, device=device)
-        self.scores = torch.zeros(sequences, self.width, device=device)
-        self.estimates = torch.zeros(sequences, self.width, device=device)
+        figures = torch.zeros(sequences, 2 * width + drafts, device=device)
+        self.scores, self.estimates, self.confidences = figures.split_with_sizes((width, width, drafts), 1)
         self._top: dict[str, Tensor] = {}
         self._prompt: dict[str, Tensor] = {}
         self._has_drafts = self._has_verified = False
 
-    def put_sampled(self, sequences: Tensor, chosen: Sampled) -> None:
-        """One token for each of `sequences` int64 [R]."""
+    def put_sampled(self, sequences: Tensor | slice, chosen: Sampled) -> None:
+        """One token for each of `sequences`, int64 [R] or a slice."""
         self.tokens[sequences] = chosen.tokens
         self.emitted[sequences, 0] = chosen.tokens
         self.failed[sequences] = chosen.failed
         self.scores[sequences, 0] = chosen.scores.tokens
-        self._put_top(sequences, torch.zeros_like(sequences), chosen.scores)
+        self._put_top(sequences, 0, chosen.scores)
 
     def put_verified(self, sequences: Tensor, drafts: Tensor, ids: Tensor, verified: Verified) -> None:
         """Rows of R sequences: drafts int64 [R] of each, then one; ids int64 [Q] the verified drafts, -1 in last rows."""
@@ -135,7 +138,7 @@ class DeviceOutputs:
             named["estimates"] = self.estimates
         return named
 
-    def _put_top(self, rows: Tensor, column: Tensor, scores: Scores) -> None:
+    def _put_top(self, rows: Tensor | slice, column: Tensor | int, scores: Scores) -> None:
         if scores.top_ids is None or scores.top is None:
             return
         for name, values in (("top_ids", scores.top_ids), ("top", scores.top)):
@@ -147,17 +150,12 @@ class DeviceOutputs:
 def host_result(plan: StepPlan, rows: np.ndarray, arrays: dict[str, np.ndarray]) -> StepResult:
     """The scheduler's view of a finished step."""
     counts = arrays["accepted"] + 1 if "accepted" in arrays else np.ones(len(plan.requests), np.int64)
-    scores: list[TokenScores | None] = []
-    for s in range(len(plan.requests)):
-        n = int(counts[s])
-        top = (arrays["top_ids"][s, :n], arrays["top"][s, :n]) if "top_ids" in arrays else (None, None)
-        scores.append(TokenScores(arrays["scores"][s, :n], *top) if plan.sample[s] else None)
     prompts = {}
     for name in arrays:
         if name.startswith("prompt.") and name.endswith(".tokens"):
             s = int(name.split(".")[1])
             prompts[s] = TokenScores(arrays[name], arrays.get(f"prompt.{s}.top_ids"), arrays.get(f"prompt.{s}.top"))
-    failed = np.flatnonzero(arrays["failed"] & plan.sample)
+    failed = (arrays["failed"] & plan.sample).nonzero()[0]
     reason = "the model's logits contain NaN or infinity, or every token is forbidden"
     return StepResult(
         tokens=arrays["emitted"],
@@ -165,6 +163,6 @@ def host_result(plan: StepPlan, rows: np.ndarray, arrays: dict[str, np.ndarray])
         drafts=arrays.get("drafts"),
         confidences=arrays.get("confidences"),
         query_len=rows if plan.reallocate_drafts >= 0 else None,
-        errors={int(s): reason for s in failed},
-        payload=StepPayload(scores, prompts, arrays.get("estimates")),
+        errors=dict.fromkeys(failed.tolist(), reason),
+        payload=StepPayload(TokenScores(arrays["scores"], arrays.get("top_ids"), arrays.get("top")), prompts, arrays.get("estimates")),
     )

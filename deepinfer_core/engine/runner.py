@@ -234,12 +234,13 @@ class Runner:
         if accepted is not None:
             late = plan.remap >= 0
             start = np.where(late, start - (plan.pending_drafts - accepted[plan.remap.clip(0)]), start)
-        sampled = np.flatnonzero(plan.sample)
-        drafts = np.where(plan.is_prefill, 0, handle.rows - 1)
-        first = np.where(plan.is_prefill, start + handle.rows, start + 1)
-        rows = [RequestRows(requests[plan.requests[s]].sampling, int(first[s]), int(drafts[s])) for s in sampled]
-        scored = [(int(s), requests[plan.requests[s]]) for s in np.flatnonzero(plan.logprob_start >= 0)]
-        stops = [requests[plan.requests[s]].stop_ids for s in sampled]
+        sampled = plan.sample.nonzero()[0]
+        drafts = np.where(plan.is_prefill, 0, handle.rows - 1)[sampled].tolist()
+        first = np.where(plan.is_prefill, start + handle.rows, start + 1)[sampled].tolist()
+        chosen = [requests[plan.requests[s]] for s in sampled.tolist()]
+        rows = [RequestRows(request.sampling, *place) for request, *place in zip(chosen, first, drafts, strict=True)]
+        scored = [(s, requests[plan.requests[s]]) for s in (plan.logprob_start >= 0).nonzero()[0].tolist()]
+        stops = [request.stop_ids for request in chosen]
         handle.marks.append(self.runtime.record())
         handle.outputs = self.runtime.submit(lambda: self._sample(handle, sampled, rows, stops, scored))
         handle.marks.append(self.runtime.record())
@@ -263,8 +264,12 @@ class Runner:
         ends = np.cumsum(handle.rows - self._dropped(plan))
         if rows:
             drafts = np.array([row.drafts for row in rows], dtype=np.int64)
-            picked = np.concatenate([np.arange(ends[s] - 1 - d, ends[s]) for s, d in zip(sampled, drafts, strict=True)])
-            logits = self.loaded.model.logits(forward.hidden[self._upload(picked)])
+            if len(rows) == ends[-1]:  # every sequence is sampled at its only row
+                hidden = forward.hidden[: len(rows)]
+            else:
+                picked = np.concatenate([np.arange(ends[s] - 1 - d, ends[s]) for s, d in zip(sampled, drafts, strict=True)])
+                hidden = forward.hidden[self._upload(picked)]
+            logits = self.loaded.model.logits(hidden)
             batch = self.sampler.prepared(host, self._upload)
             self._choose(handle, logits, batch, sampled, drafts, outputs)
             if plan.draft.any():
@@ -284,7 +289,7 @@ class Runner:
         assert handle.inputs is not None
         if not drafts.any():
             chosen = self.sampler.sample(logits, batch)
-            outputs.put_sampled(self._upload(sampled), chosen)
+            outputs.put_sampled(slice(None) if len(sampled) == len(handle.plan.requests) else self._upload(sampled), chosen)
             return
         starts = np.cumsum(handle.rows) - handle.rows
         verify = np.concatenate([np.append(np.arange(starts[s] + 1, starts[s] + 1 + d), -1) for s, d in zip(sampled, drafts, strict=True)])

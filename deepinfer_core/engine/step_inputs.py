@@ -6,7 +6,7 @@ can read a buffer that every step fills anew.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 from deepinfer_core.engine.plan import StepPlan
 from deepinfer_core.engine.results import DeviceStep
 from deepinfer_core.model.batch import SequenceInputs
-from deepinfer_core.sampling.packing import pack, unpack
+from deepinfer_core.sampling.packing import Layout, layout_of, unpack, unpack_array
 
 _NUMBERS = ("query_len", "start", "state_slot", "valid_start", "write_start", "keep_from", "remap", "pending_drafts")
 
@@ -35,8 +35,7 @@ class StepSize(NamedTuple):
         return cls(len(plan.requests), len(plan.tokens), plan.block_table.shape[1], plan.history.shape[1])
 
 
-@dataclass(frozen=True)
-class PlanInputs:
+class PlanInputs(NamedTuple):
     """A plan's arrays on the device, views of one buffer; meanings as in `StepPlan`."""
 
     query_len: Tensor  # int64 [S]; the next seven likewise
@@ -61,25 +60,27 @@ class CompletedInputs(NamedTuple):
 
 def packed(plan: StepPlan | None, size: StepSize) -> np.ndarray:
     """The plan's arrays, padded to `size`, as one uint8 buffer for `unpacked`. None: nothing but padding."""
-    arrays = _padding(size)
+    layout = _layout(size)
+    buffer = np.zeros(layout.size, np.uint8)
+    arrays = unpack_array(buffer, layout)
     numbers = arrays["numbers"]
+    numbers[_NUMBERS.index("remap")] = -1
+    arrays["history"][...] = -1
     count, rows = (len(plan.requests), len(plan.tokens)) if plan is not None else (0, 0)
     numbers[0, count : count + size.rows - rows] = 1
-    numbers[_NUMBERS.index("remap")] = -1
     if plan is not None:
-        for row, name in zip(numbers, _NUMBERS, strict=True):
-            row[:count] = getattr(plan, name)
+        for row, name in enumerate(_NUMBERS):
+            numbers[row, :count] = getattr(plan, name)
         arrays["history"][:count] = plan.history
         arrays["tokens"][:rows] = plan.tokens
         arrays["block_table"][:count, : plan.block_table.shape[1]] = plan.block_table
-    return pack(arrays)[0]
+    return buffer
 
 
 def unpacked(buffer: Tensor, size: StepSize) -> PlanInputs:
     """The arrays of `packed` as views of `buffer`."""
-    views = unpack(buffer, pack(_padding(size))[1])
-    numbers = dict(zip(_NUMBERS, views.pop("numbers").unbind(0), strict=True))
-    return PlanInputs(**numbers, **views)
+    views = unpack(buffer, _layout(size))
+    return PlanInputs(*views.pop("numbers").unbind(0), **views)
 
 
 def completed(inputs: PlanInputs, previous: DeviceStep | None, spread: Tensor | None = None, one_row: bool = False) -> CompletedInputs:
@@ -131,10 +132,14 @@ def _completed_tokens(inputs: PlanInputs, spread: Tensor | None, known: Tensor, 
     return torch.where(known[sequence], told, fresh)
 
 
-def _padding(size: StepSize) -> dict[str, np.ndarray]:
-    return {
-        "numbers": np.zeros((len(_NUMBERS), size.sequences), np.int64),
-        "history": np.full((size.sequences, size.history), -1, np.int64),
-        "tokens": np.zeros(size.rows, np.int64),
-        "block_table": np.zeros((size.sequences, size.pages), np.int32),
-    }
+@lru_cache(maxsize=256)
+def _layout(size: StepSize) -> Layout:
+    int64, int32 = np.dtype(np.int64), np.dtype(np.int32)
+    return layout_of(
+        (
+            ("numbers", int64, (len(_NUMBERS), size.sequences)),
+            ("history", int64, (size.sequences, size.history)),
+            ("tokens", int64, (size.rows,)),
+            ("block_table", int32, (size.sequences, size.pages)),
+        )
+    )

@@ -21,7 +21,7 @@ class RequestTable:
         drafts = limits.num_draft_tokens
         self.limits = limits
         self.requests: list[Request | None] = [None] * rows
-        self.names = [""] * rows  # request ids
+        self.names = np.full(rows, "", object)  # request ids
         self._free = list(range(rows - 1, -1, -1))
         self.state = np.zeros(rows, np.int8)
         self.filling = np.zeros(rows, bool)  # known tokens are still to be scheduled (prefill)
@@ -138,11 +138,13 @@ class RequestTable:
         if not len(rows):
             return
         first = self.length[rows] - self.prompt_len[rows]
-        self._reserve(int(first.max()) + tokens.shape[1])
-        width = self.tail.shape[1]
-        wide = np.concatenate([self.tail[rows], tokens], axis=1)
-        self.tail[rows] = wide[np.arange(len(rows))[:, None], counts[:, None] + np.arange(width)]
-        self._outputs[rows[:, None], first[:, None] + np.arange(tokens.shape[1])] = tokens  # what lies behind the counts is never read
+        more, width = tokens.shape[1], self.tail.shape[1]
+        self._reserve(int(first.max()) + more)
+        wide = np.concatenate([self.tail.take(rows, axis=0), tokens], axis=1)
+        newest = np.arange(len(rows)) * (width + more) + counts  # flat indices: numpy is slow with one index for each dimension
+        self.tail[rows] = wide.ravel().take(newest[:, None] + np.arange(width))
+        flat = (rows * self._outputs.shape[1] + first)[:, None] + np.arange(more)
+        self._outputs.reshape(-1)[flat] = tokens  # what lies behind the counts is never read
         self.length[rows] += counts
 
     def truncate(self, row: int, num_outputs: int) -> None:

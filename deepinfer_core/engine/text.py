@@ -20,6 +20,8 @@ class OutputText:
 
     def feed(self, tokens: Sequence[int]) -> tuple[int, str, bool]:
         """(tokens used, new text, whether a stop string ended the output). The token that completes a stop string is used."""
+        if not self._stops:
+            return len(tokens), self._decoder.feed(tokens), False
         shown = ""
         for used, token in enumerate(tokens, 1):
             text = self._held + self._decoder.feed([token])

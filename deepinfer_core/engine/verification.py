@@ -11,8 +11,10 @@ Source: DSpark scheduling in DeepInfer 0.1.0 (model notes, runtime section 4.6);
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -35,14 +37,18 @@ def plan_budget(survival: np.ndarray, cost: CostTable) -> int:
     must be strictly better. If no budget is allowed, all drafts are verified.
     """
     rates = _tokens_per_ms(np.sort(survival, axis=None)[::-1], len(survival), cost)
-    return len(survival) + (int(np.argmax(rates)) if rates.any() else survival.size)
+    best = int(rates.argmax())
+    return len(survival) + (best if rates[best] else survival.size)
 
 
 def _tokens_per_ms(gains: np.ndarray, requests: int, cost: CostTable) -> np.ndarray:
     """float64 [n + 1]: expected tokens per millisecond with the first 0, 1, … of n drafts, whose survivals `gains` fall; 0: not allowed."""
-    rows = np.arange(requests, requests + len(gains) + 1)
-    expected = requests + np.concatenate([[0.0], np.cumsum(gains, dtype=np.float64)])
-    return expected / cost.step_ms(rows, requests)
+    expected = np.zeros(len(gains) + 1)
+    expected[1:] = gains
+    expected.cumsum(out=expected)
+    expected += requests
+    expected /= cost.step_ms(np.arange(requests, requests + len(expected)), requests)
+    return expected
 
 
 def allocate_drafts(survival: np.ndarray, budget: int) -> np.ndarray:
@@ -57,9 +63,9 @@ def allocate_drafts(survival: np.ndarray, budget: int) -> np.ndarray:
         return np.full(len(survival), survival.shape[1])
     smallest = np.partition(flat, flat.size - budget)[flat.size - budget]
     chosen = flat > smallest
-    ties = np.flatnonzero(flat == smallest)
+    ties = (flat == smallest).nonzero()[0]
     chosen[ties[: budget - np.count_nonzero(chosen)]] = True
-    return chosen.reshape(survival.shape).sum(axis=1)
+    return chosen.reshape(survival.shape) @ np.ones(survival.shape[1], np.int64)  # numpy is slow in summing short rows
 
 
 class DraftingGauge:
@@ -83,12 +89,12 @@ class DraftingGauge:
     def learn(self, survival: np.ndarray) -> None:
         """Takes survivals [n, D] of drafts, made before those in flight."""
         if len(survival):
-            self.mean += (survival.mean(axis=0) - self.mean) * len(survival) / (len(survival) + self._blocks)
+            self.mean += (survival.sum(axis=0) / len(survival) - self.mean) * len(survival) / (len(survival) + self._blocks)
             self._blocks = min(self._blocks + len(survival), self.MEMORY)
 
     def decide(self, requests: int) -> bool:
         """Whether the next step, of `requests` decoding requests, should draft."""
-        gains = np.repeat(np.sort(self.mean)[::-1], requests)  # as if every request had the mean
+        gains = np.sort(self.mean)[::-1].repeat(requests)  # as if every request had the mean
         drafting = _tokens_per_ms(gains, requests, self._cost).max()
         self.pays = bool(drafting * self._cost.plain_ms(requests) >= self.MARGIN * requests) or self._idle >= self.PROBE
         self._idle = 0 if self.pays else self._idle + 1
@@ -112,27 +118,24 @@ class ProfiledCost:
             raise ValueError(f"cost table: {dict(base_ms)!r}; expected at least one bucket size >= 1 with its milliseconds")
         self._sizes = np.array(sorted(base_ms))
         self._base = np.array([base_ms[size] for size in self._sizes.tolist()], np.float64)
+        self._bucket = np.searchsorted(self._sizes, np.arange(self._sizes[-1] + 2))  # of each number of rows; the last means: none
         self._steps: deque[tuple[int, float]] = deque(maxlen=self.STEP_WINDOW)
+        self._residuals: list[list[float]] = [[] for _ in self._base]  # those of `_steps`, by bucket, ascending
         self._sampler = [defaultdict[int, deque[float]](lambda: deque(maxlen=self.SAMPLER_WINDOW)) for _ in (False, True)]  # drafted?
-        self._slope: float | None = 0.0
+        self._times: np.ndarray | None = None  # of a step in each bucket, then inf; None: to be computed
 
     @property
     def slope(self) -> float:
         """Milliseconds per row that the base times lack: the median over buckets of their median residual per row, at least 0."""
-        if self._slope is None:
-            residuals: dict[int, list[float]] = defaultdict(list)
-            for index, residual in self._steps:
-                residuals[index].append(residual)
-            medians = [np.median(values) for values in residuals.values() if len(values) >= self.MIN_STEPS]
-            self._slope = max(float(np.median(medians)), 0.0) if medians else 0.0
-        return self._slope
+        medians = [_median(values) for values in self._residuals if len(values) >= self.MIN_STEPS]
+        return max(_median(sorted(medians)), 0.0) if medians else 0.0
 
     def sampler_ms(self, requests: int, drafted: bool = True) -> float:
         """Median time of sampling, with or without drafting, for `requests` requests."""
         windows = self._sampler[drafted]
         own = windows.get(requests, ())
         times = own if len(own) >= self.MIN_SAMPLES else [t for window in windows.values() for t in window]
-        return float(np.median(times)) if len(times) >= self.MIN_SAMPLES else 0.0
+        return _median(sorted(times)) if len(times) >= self.MIN_SAMPLES else 0.0
 
     def observe(self, rows: int, requests: int, forward_ms: float, sampler_ms: float, drafted: bool = True) -> None:
         """Learns from a decode step that ran in a bucket: rows before padding, and the device times of its two parts."""
@@ -148,14 +151,23 @@ class ProfiledCost:
         return self._forward_ms(rows, requests) + self.sampler_ms(requests)
 
     def _observe_forward(self, rows: int, requests: int, forward_ms: float) -> None:
-        index = int(np.searchsorted(self._sizes, rows))
-        if index < len(self._sizes):
-            self._steps.append((index, float((forward_ms - self._base[index]) / self._sizes[index])))
-            self._slope = None
+        index = bisect_left(self._sizes, rows)
+        if index == len(self._sizes):
+            return
+        residual = float((forward_ms - self._base[index]) / self._sizes[index])
+        if math.isnan(residual):  # the device cannot tell
+            return
+        if len(self._steps) == self._steps.maxlen:
+            bucket, oldest = self._steps[0]
+            del self._residuals[bucket][bisect_left(self._residuals[bucket], oldest)]
+        self._steps.append((index, residual))
+        insort(self._residuals[index], residual)
+        self._times = None
 
     def _forward_ms(self, rows: np.ndarray, requests: int) -> np.ndarray:
-        index = np.searchsorted(self._sizes, rows).clip(max=len(self._sizes) - 1)
-        return np.where(rows <= self._sizes[-1], self._base[index] + self.slope * self._sizes[index], np.inf)
+        if self._times is None:
+            self._times = np.append(self._base + self.slope * self._sizes, np.inf)
+        return self._times.take(self._bucket.take(rows, mode="clip"))
 
 
 class EagerCost(ProfiledCost):
@@ -172,15 +184,19 @@ class EagerCost(ProfiledCost):
         super().__init__(one_ms)
         self._full = np.array([full_ms[size] for size in self._sizes.tolist()], np.float64)
         self._drafts = drafts
+        self._factor: float | None = None  # None: to be computed
         self._ratios: deque[float] = deque(maxlen=self.WINDOW)
 
     @property
     def factor(self) -> float:
         """Observed over predicted time; 1 before there are enough steps."""
-        return float(np.median(self._ratios)) if len(self._ratios) >= self.MIN_STEPS else 1.0
+        if self._factor is None:
+            self._factor = _median(sorted(self._ratios)) if len(self._ratios) >= self.MIN_STEPS else 1.0
+        return self._factor
 
     def _observe_forward(self, rows: int, requests: int, forward_ms: float) -> None:
         self._ratios.append(forward_ms / float(self._predicted(np.array([rows]), requests)[0]))
+        self._factor = None
 
     def _forward_ms(self, rows: np.ndarray, requests: int) -> np.ndarray:
         return self.factor * self._predicted(rows, requests)
@@ -188,3 +204,9 @@ class EagerCost(ProfiledCost):
     def _predicted(self, rows: np.ndarray, requests: int) -> np.ndarray:
         one, full = (np.interp(requests, self._sizes, times) for times in (self._base, self._full))
         return one + (full - one) * (rows - requests) / (requests * self._drafts)
+
+
+def _median(ordered: Sequence[float]) -> float:
+    """The median of at least one number, given in ascending order."""
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer_core.backend.formats import CacheFormat
 from deepinfer_core.backend.types import CompressorRing, PagedEntries, WindowRing
-from deepinfer_core.cache.layout import COMPRESSOR_PARTS, CacheLayout
+from deepinfer_core.cache.layout import COMPRESSOR_PARTS, CacheLayout, Section
 from deepinfer_core.checkpoint.schema import TextConfig
 
 
@@ -24,19 +25,22 @@ class ModelCaches:
         drafts = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
         self.window = tuple(self._window(spec.index) for spec in config.layers)
         self.draft_window = tuple(self._window(layer) for layer in drafts)
+        self._sections = {(section.layer, section.kind): self._section(section) for section in layout.sections}
         self.compressor = {ring.layer: self._compressor(ring.layer) for ring in layout.rings if ring.kind == "compressor"}
 
     def entries(self, layer: int, block_table: Tensor, sequence: Tensor) -> PagedEntries:
         """The compressed entries of kv source `layer`, for rows of the given sequences."""
-        section = self.layout.section(layer, "main")
-        data = self.pages[:, section.offset : section.offset + section.length]
-        return PagedEntries(data, section.format, self.config.head_dim, section.entries, False, block_table, sequence)
+        return PagedEntries(*self._sections[layer, "main"], block_table, sequence)
 
     def index_keys(self, layer: int, block_table: Tensor, sequence: Tensor) -> PagedEntries:
         """The index keys of index key source `layer`, for rows of the given sequences."""
-        section = self.layout.section(layer, "index")
-        data = self.pages[:, section.offset : section.offset + section.length]
-        return PagedEntries(data, section.format, self.config.index_head_dim, section.entries, True, block_table, sequence)
+        return PagedEntries(*self._sections[layer, "index"], block_table, sequence)
+
+    def _section(self, section: Section) -> tuple[Tensor, CacheFormat, int, int, bool]:
+        """What `PagedEntries` says of a section in every step."""
+        sectioned = section.kind == "index"
+        dim = self.config.index_head_dim if sectioned else self.config.head_dim
+        return self.pages[:, section.offset : section.offset + section.length], section.format, dim, section.entries, sectioned
 
     def _window(self, layer: int) -> WindowRing:
         ring = self.layout.ring(layer)

@@ -63,13 +63,17 @@ class Model:
     def __init__(self, config: TextConfig, kernels: Kernels, weights: ModelWeights, max_positions: int) -> None:
         self.config, self.kernels, self.weights = config, kernels, weights
         self.rope = {compressed: rope_table(config, max_positions, compressed).to(kernels.device) for compressed in (False, True)}
+        self._boundary, self._targets = config.boundary, frozenset(config.dspark_target_layer_ids)
+        self._first_stream = torch.zeros(config.hc_mult, device=kernels.device)
+        self._first_stream[:1] = 1.0
 
     def forward(self, batch: StepBatch, caches: ModelCaches) -> ForwardResult:
         """Runs all layers on the step's rows. Mutates: caches (windows, compressor rings, pages)."""
         shared = Shared(batch.rows)
+        context = LayerContext(batch, caches, shared)
         streams, pre = self.enter(batch.tokens)
         for spec, weights in zip(self.config.layers, self.weights.layers, strict=True):
-            streams, pre = self.layer(spec, weights, streams, pre, LayerContext(batch, caches, shared))
+            streams, pre = self.layer(spec, weights, streams, pre, context)
         features = torch.cat(shared.features, 1) if shared.features else None
         return ForwardResult(self.kernels.hc_collapse(streams, pre), features)
 
@@ -78,11 +82,11 @@ class Model:
         k, batch, caches, shared = self.kernels, *context
         if weights.engram is not None:
             streams = self._engram(weights, streams, batch)
-        if spec.index in self.config.dspark_target_layer_ids:
+        if spec.index in self._targets:
             shared.features.append(k.stream_mean(streams))
         hc = k.hc_pre(streams, pre, weights.hc_attn, weights.attn_norm, self.weights.constants)
         self._publish(spec, weights, hc.x, context)
-        if spec.index == self.config.boundary and batch.decoder_rows is not None:
+        if spec.index == self._boundary and batch.decoder_rows is not None:
             streams, hc = self._truncate(streams, hc, batch, shared)
         y = self._attention(spec, weights, hc, caches, shared)
         streams = k.hc_post(streams, y, hc.post, hc.comb)
@@ -91,9 +95,7 @@ class Model:
     def enter(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Initial streams [T, m, D] (the embedding in each) and `pre` [T, m] (the first stream) of tokens int64 [T]."""
         streams = self.kernels.embed(tokens, self.weights.embed)[:, None].expand(-1, self.config.hc_mult, -1).contiguous()
-        pre = torch.zeros(streams.shape[:2], device=streams.device)
-        pre[:, 0] = 1.0
-        return streams, pre
+        return streams, self._first_stream.repeat(len(tokens), 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [Q, V] of collapsed hidden states [Q, D]."""
@@ -106,7 +108,7 @@ class Model:
         assert batch.ngrams is not None
         rows = k.engram_hash(batch.ngrams, engram.hash)
         kv = k.quantized_linear(k.engram_gather(engram.table, rows), engram.wkv)
-        kv = kv.unflatten(1, (self.config.hc_mult + 1, -1))
+        kv = kv.view(-1, self.config.hc_mult + 1, self.config.hidden_size)
         return k.engram_gate(streams, kv, engram.q_weight, engram.k_weight, self.config.rms_norm_eps)
 
     def _publish(self, spec: LayerSpec, weights: LayerWeights, x: Tensor, context: LayerContext) -> None:
@@ -147,20 +149,20 @@ class Model:
     def _attention(self, spec: LayerSpec, weights: LayerWeights, hc: HcInput, caches: ModelCaches, shared: Shared) -> Tensor:
         k, c, w, rows = self.kernels, self.config, weights.attn, shared.rows
         rope = Rope(self.rope[spec.ratio > 0], rows.positions)
-        a = k.quantized_linear(hc.quantized, w.wq_a_wkv)
-        qr = k.rms_norm_quantize(a[:, : c.q_lora_rank], w.q_norm, c.rms_norm_eps)
-        key = k.window_key(a[:, c.q_lora_rank :], w.kv_norm, c.rms_norm_eps, rope)
-        q = k.quantized_linear(qr, w.wq_b)
-        width = c.num_attention_heads * c.head_dim
+        latent, kv = k.quantized_linear(hc.quantized, w.wq_a_wkv).split_with_sizes((c.q_lora_rank, c.head_dim), 1)
+        qr = k.rms_norm_quantize(latent, w.q_norm, c.rms_norm_eps)
+        key = k.window_key(kv, w.kv_norm, c.rms_norm_eps, rope)
+        query = k.quantized_linear(qr, w.wq_b)
         if spec.is_index_source:
-            self._select(spec, weights, hc.x, q[:, width:], rope, shared)
+            query, index_query = query.split_with_sizes((c.num_attention_heads * c.head_dim, c.index_n_heads * c.index_head_dim), 1)
+            self._select(spec, weights, hc.x, index_query, rope, shared)
         selected = None
         if spec.ratio:
             assert shared.entries is not None
             assert shared.selected is not None
             selected = SelectedEntries(shared.entries, shared.selected)
         window = WindowKeys(caches.window[spec.index], key, rows.window_index)
-        query = q[:, :width].unflatten(1, (c.num_attention_heads, c.head_dim))
+        query = query.view(-1, c.num_attention_heads, c.head_dim)
         out = k.sparse_attention(query, window, selected, w.attn_sink, c.head_dim**-0.5, rope)
         k.store_window(key, window.ring, rows.window_slots)
         return k.attention_output(out, w.wo_a, w.wo_b, c.o_groups)
@@ -169,7 +171,7 @@ class Model:
         """Runs the indexer of an index source and publishes its selection."""
         k, c = self.kernels, self.config
         assert shared.keys is not None
-        iq = k.index_query(query.unflatten(1, (c.index_n_heads, c.index_head_dim)), rope)
+        iq = k.index_query(query.view(-1, c.index_n_heads, c.index_head_dim), rope)
         constant = c.index_head_dim**-0.5 * c.index_n_heads**-0.5
         head_weights = k.linear(x, weights.attn.weights_proj).float() * constant
         emit = CandidateSpec(c.candidate_topk_blocks, c.candidate_block_size) if spec.is_candidate_source else None

@@ -71,7 +71,10 @@ def edit_arrays(requests: Sequence[RequestRows]) -> dict[str, np.ndarray]:
     start = 0
     for request in requests:
         state = request.state
-        output = state.output_counts() if state.params.has_penalties else None
+        if not state.is_edited and request.mask is None:
+            start += request.drafts + 1
+            continue
+        output = state.output_counts() if state.has_penalties else None
         for j in range(request.drafts + 1):
             row = start + j
             if len(state.bias_ids):

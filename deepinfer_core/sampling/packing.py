@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,25 +19,45 @@ _DTYPES = {
 _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32, torch.bool: np.bool_}
 
 
-def pack(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, list[tuple[str, np.dtype, tuple[int, ...], int]]]:
-    """One uint8 buffer holding all `arrays` (int64, int32 or float32), and the layout that `unpack` needs."""
-    layout, parts, offset = [], [], 0
-    for name, array in arrays.items():
-        layout.append((name, array.dtype, array.shape, offset))
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        padding = np.zeros(-len(data) % _ALIGN, np.uint8)
-        parts += [data, padding]
-        offset += len(data) + len(padding)
+class Layout(NamedTuple):
+    """Where arrays lie in a buffer."""
+
+    arrays: Sequence[tuple[str, np.dtype, tuple[int, ...], int]]  # name, dtype, shape, first byte
+    size: int  # bytes of the buffer
+
+
+def layout_of(arrays: Iterable[tuple[str, np.dtype, tuple[int, ...]]]) -> Layout:
+    """A layout of arrays of these names, dtypes (int64, int32 or float32) and shapes."""
+    placed, end = [], 0
+    for name, dtype, shape in arrays:
+        placed.append((name, dtype, shape, end))
+        end += -(-math.prod(shape) * dtype.itemsize // _ALIGN) * _ALIGN
     # The tail keeps the buffer of a step without requests from being empty: an empty array has no views of other dtypes.
-    return np.concatenate([*parts, np.zeros(_ALIGN, np.uint8)]), layout
+    return Layout(placed, end + _ALIGN)
 
 
-def unpack(buffer: Tensor, layout: Sequence[tuple[str, np.dtype, tuple[int, ...], int]]) -> dict[str, Tensor]:
+def pack(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Layout]:
+    """One uint8 buffer holding all `arrays`, and the layout that `unpack` needs."""
+    layout = layout_of((name, array.dtype, array.shape) for name, array in arrays.items())
+    buffer = np.zeros(layout.size, np.uint8)
+    for name, view in unpack_array(buffer, layout).items():
+        view[...] = arrays[name]
+    return buffer, layout
+
+
+def unpack_array(buffer: np.ndarray, layout: Layout) -> dict[str, np.ndarray]:
+    """The arrays of `pack` as views of its buffer."""
+    return {name: np.ndarray(shape, dtype, buffer, offset) for name, dtype, shape, offset in layout.arrays}
+
+
+def unpack(buffer: Tensor, layout: Layout) -> dict[str, Tensor]:
     """The arrays of `pack` as views of the uint8 tensor `buffer`."""
+    typed = {dtype: buffer.view(_DTYPES[dtype]) for dtype in {dtype for _, dtype, _, _ in layout.arrays}}
     views = {}
-    for name, dtype, shape, offset in layout:
-        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        views[name] = buffer[offset : offset + size].view(_DTYPES[dtype]).view(shape)
+    for name, dtype, shape, offset in layout.arrays:
+        begin = offset // dtype.itemsize
+        flat = typed[dtype][begin : begin + math.prod(shape)]
+        views[name] = flat if len(shape) == 1 else flat.view(shape)
     return views
 
 

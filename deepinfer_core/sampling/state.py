@@ -41,6 +41,8 @@ class SamplingState:
         self.golden = params.golden_token_ids or ()
         self.bias_ids = np.fromiter(params.logit_bias, np.int64)
         self.bias_values = np.fromiter(params.logit_bias.values(), np.float32)
+        self.has_penalties = params.has_penalties
+        self.is_edited = self.has_penalties or len(self.bias_ids) > 0 or params.min_tokens > 0 or params.first_n_token_no_eos == 1
         self._eos = np.array(eos_ids, np.int64)
         self._stops = np.unique(np.array([*eos_ids, *params.stop_token_ids], np.int64))
         self._counts: dict[int, int] = {}
@@ -48,9 +50,10 @@ class SamplingState:
 
     def append(self, tokens: Iterable[int]) -> None:
         """Records output tokens in the order in which they were emitted."""
-        for token in tokens:
-            self.generated += 1
-            if self.params.has_penalties:
+        tokens = list(tokens)
+        self.generated += len(tokens)
+        if self.has_penalties:
+            for token in tokens:
                 self._counts[token] = self._counts.get(token, 0) + 1
 
     @property
@@ -60,7 +63,7 @@ class SamplingState:
         While it is False, a step may be launched before the tokens of the previous one have reached the host.
         """
         limited = self.generated < self.params.min_tokens or (self.params.first_n_token_no_eos == 1 and not self.generated)
-        return self.params.has_penalties or limited or self.generated < len(self.golden)
+        return self.has_penalties or limited or self.generated < len(self.golden)
 
     def output_counts(self) -> tuple[np.ndarray, np.ndarray]:
         """Ids of the output so far (int64) and how often each occurs (float32)."""
