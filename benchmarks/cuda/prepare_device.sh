@@ -11,10 +11,8 @@ rm -f .whl/deepinfer_core-*.whl
 "$python" -m pip wheel . -q --no-deps --no-build-isolation -w .whl
 rm -rf build ./*.egg-info
 du -sh .whl
-echo "On the device (a session of about three minutes; golden checks take another one):"
+echo "On the device, in the root of the copy:"
 cat <<'COMMANDS'
-python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target $PWD/.site .whl/*.whl && export PYTHONPATH=$PWD/.site:tests/cuda PYTHONUNBUFFERED=1 || exit
-python3 benchmarks/cuda/precompile_model.py
-python3 benchmarks/cuda/end_to_end.py --parts ceilings,decode,prefill,profile --seconds 240
-python3 benchmarks/cuda/end_to_end.py --parts golden --name golden --seconds 90
+python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target $PWD/.site .whl/*.whl && export PYTHONPATH=$PWD/.site || exit
+OUT=results sh benchmarks/cuda/measure_device.sh
 COMMANDS
