@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from released_model import RandomWeights, Shape, model_config, share_experts
 from deepinfer_backends.cuda_sm100.kernels import CudaKernels
 from deepinfer_backends.cuda_sm100.launch import Launch, observed_launches
 from deepinfer_core.backend.formats import CacheFormat
-from deepinfer_core.backend.types import SamplingRows
+from deepinfer_core.backend.types import RandomRows, SamplingRows
 from deepinfer_core.cache.layout import CacheLayout
 from deepinfer_core.model.batch import SequenceInputs
 from deepinfer_core.model.loaded import CacheSizes, LoadedModel
@@ -51,8 +52,10 @@ def launches(shape: Shape, steps: list[tuple[int, int]], arch: int) -> list[Laun
         with observed_launches(some.append), torch.inference_mode():
             hidden = loaded.model.forward(loaded.batch(inputs), loaded.caches).hidden
             logits = loaded.model.logits(hidden[-sequences:])
-            flat = zeros(sequences, dtype=torch.float32)
-            kernels.log_probs(logits, SamplingRows(flat, zeros(sequences, dtype=torch.int32), flat, flat, False, False))
+            flat, ids = zeros(sequences, dtype=torch.float32), zeros(sequences)
+            for filtered, greedy in product((False, True), repeat=2):
+                settings = SamplingRows(flat, zeros(sequences, dtype=torch.int32), flat, flat, filtered, greedy)
+                kernels.sample(kernels.log_probs(logits, settings), RandomRows(ids, ids))
         for launch in some:
             seen.setdefault(key(launch), launch)
     return list(seen.values())
