@@ -59,8 +59,8 @@ class ControlledDrafts:
         self._inputs = inputs
         return self._forward(inputs, length, caches)
 
-    def _replace(self, handle: Any, batch: Any, sampled: np.ndarray, stops: Any, outputs: Any) -> None:
-        self._draft(handle, batch, sampled, stops, outputs)
+    def _replace(self, handle: Any, host: Any, batch: Any, sampled: np.ndarray, stops: Any, outputs: Any) -> None:
+        self._draft(handle, host, batch, sampled, stops, outputs)
         row = torch.tensor([int(handle.plan.requests[s].split("-")[-1]) for s in sampled])[:, None]
         chosen = torch.from_numpy(sampled)
         at = (self._inputs.position[:, None] + torch.arange(2, 2 + DRAFTS)).clamp_max(self.known.shape[1] - 1)
