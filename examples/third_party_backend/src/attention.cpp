@@ -4,6 +4,7 @@
 #include "entries.hpp"
 #include "rows.hpp"
 #include "shuffles.hpp"
+#include "threads.hpp"
 
 namespace {
 
@@ -48,7 +49,8 @@ void list_keys(const Attention& a, int64_t t, std::vector<Key>& keys) {
         const int64_t index = a.window_index[t * a.columns + c];
         if (index < 0) continue;
         if (index >= history) {
-            keys.push_back({static_cast<const uint8_t*>(a.current) + (index - history) * a.current_stride * width, nullptr, a.bf16 ? BF16 : F32});
+            const uint8_t* row = static_cast<const uint8_t*>(a.current) + (index - history) * a.current_stride * width;
+            keys.push_back({row, nullptr, a.bf16 ? BF16 : F32});
             continue;
         }
         const uint8_t* entry = a.ring + index / a.ring_length * a.slot_stride + index % a.ring_length * a.entry_stride;
@@ -126,7 +128,7 @@ void attend(const Attention& a, int64_t t, int64_t first, const float* keys, int
     if (used < HEADS) std::fill(q.begin() + used * dim, q.end(), 0.0f);
     for (int64_t h = 0; h < used; h++) {
         const T* from = static_cast<const T*>(a.query) + t * a.query_stride + (first + h) * dim;
-        std::copy(from, from + dim, turned.data());
+        std::copy(from, from + dim - a.rd, turned.data());
         rotate_row(from, angles, dim, a.rd, false, turned.data());
         for (int64_t i = 0; i < dim; i += LANES) put_all(q.data() + h * dim + i, widen(turned.data() + i));
     }
@@ -156,14 +158,10 @@ void attend_row(const Attention& a, int64_t t, int64_t threads) {
     const Key* list = keys.data();
     float* to = decoded.data();  // the calling thread's, whichever thread writes there
     std::fill(to + valid * dim, to + count * dim, 0.0f);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-#pragma omp for
-        for (int64_t k = 0; k < valid; k++)
-            for (int64_t i = 0; i < dim; i += LANES) put_all(to + k * dim + i, decode(list[k].format, list[k].data, list[k].scales, i));
-#pragma omp for
-        for (int64_t h = 0; h < a.heads; h += HEADS) attend<T>(a, t, h, to, valid, count);
-    }
+    for_each(valid, threads, [&](int64_t k) {
+        for (int64_t i = 0; i < dim; i += LANES) put_all(to + k * dim + i, decode(list[k].format, list[k].data, list[k].scales, i));
+    });
+    for_each((a.heads + HEADS - 1) / HEADS, threads, [&](int64_t group) { attend<T>(a, t, group * HEADS, to, valid, count); });
 }
 
 template <class T>
@@ -172,8 +170,7 @@ void attend_rows(const Attention& a) {
         for (int64_t t = 0; t < a.rows; t++) attend_row<T>(a, t, a.threads);
         return;
     }
-#pragma omp parallel for num_threads(a.threads) if (a.threads > 1)
-    for (int64_t t = 0; t < a.rows; t++) attend_row<T>(a, t, 1);
+    for_each(a.rows, a.threads, [&](int64_t t) { attend_row<T>(a, t, 1); });
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // Engram: hashed rows, their values, and the gate.
 #include "entries.hpp"
+#include "threads.hpp"
 
 namespace {
 
@@ -25,27 +26,26 @@ void gate_row(const T* streams, const T* kv, const Bf16* q_weight, const Bf16* k
 template <class T>
 void gate_rows(const T* streams, int64_t stride, const T* kv, int64_t kv_stride, const Bf16* q_weight, const Bf16* k_weight, float eps,
                const uint8_t* mask, int64_t rows, int64_t m, int64_t dim, T* out, int64_t out_stride, int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t t = 0; t < rows; t++) {
+    for_each(rows, threads, [&](int64_t t) {
         if (!mask || mask[t])
             gate_row(streams + t * stride, kv + t * kv_stride, q_weight, k_weight, eps, m, dim, out + t * out_stride);
         else
             std::memmove(out + t * out_stride, streams + t * stride, m * dim * sizeof(T));
-    }
+    });
 }
 
 }  // namespace
 
 // `out` may be the streams; `mask` may be null.
 OP(simd_engram_gate, const void* streams, int64_t bf16, int64_t stride, const void* kv, int64_t kv_stride, const Bf16* q_weight,
-                             const Bf16* k_weight, double eps, const uint8_t* mask, int64_t rows, int64_t m, int64_t dim, void* out,
-                             int64_t out_stride, int64_t threads) {
+   const Bf16* k_weight, double eps, const uint8_t* mask, int64_t rows, int64_t m, int64_t dim, void* out, int64_t out_stride,
+   int64_t threads) {
     if (bf16)
         gate_rows(static_cast<const Bf16*>(streams), stride, static_cast<const Bf16*>(kv), kv_stride, q_weight, k_weight, float(eps), mask,
                   rows, m, dim, static_cast<Bf16*>(out), out_stride, threads);
     else
-        gate_rows(static_cast<const float*>(streams), stride, static_cast<const float*>(kv), kv_stride, q_weight, k_weight, float(eps), mask,
-                  rows, m, dim, static_cast<float*>(out), out_stride, threads);
+        gate_rows(static_cast<const float*>(streams), stride, static_cast<const float*>(kv), kv_stride, q_weight, k_weight, float(eps),
+                  mask, rows, m, dim, static_cast<float*>(out), out_stride, threads);
 }
 
 // ngrams [rows, size] -> y [rows, columns]; `columns` / (size - 1) heads for each n-gram size from 2 on.
@@ -70,12 +70,11 @@ OP(simd_engram_hash, const int64_t* ngrams, int64_t rows, int64_t size, const in
 // Values of rows[i] of an e4m3 table [., n] with a scale for 32, n a multiple of 32, one after the other; zeros for a negative row.
 OP(simd_engram_gather, const uint8_t* table, const uint8_t* scales, int64_t n, const int64_t* rows, int64_t count, float* y,
    int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t t = 0; t < count; t++) {
+    for_each(count, threads, [&](int64_t t) {
         if (rows[t] < 0) {
             std::memset(y + t * n, 0, n * sizeof(float));
-            continue;
+            return;
         }
         for (int64_t i = 0; i < n; i += LANES) put_all(y + t * n + i, decode(FP8, table + rows[t] * n, scales + rows[t] * (n / BLOCK), i));
-    }
+    });
 }

@@ -3,6 +3,7 @@
 
 #include "products.hpp"
 #include "rows.hpp"
+#include "threads.hpp"
 
 namespace {
 
@@ -77,8 +78,8 @@ void sort_by_expert(const int32_t* ids, int64_t places, int64_t experts, Scratch
 }  // namespace
 
 // x float32 [rows, dim] -> y bf16 or float32 [rows, dim]. `table` has w1, w2, w3 of each expert, `shared` of one; it may be null.
-OP(simd_moe, const float* x, const int32_t* ids, const float* weights, int64_t rows, int64_t top_k, int64_t dim,
-                     const Weight* table, int64_t count, const Weight* shared, double limit, int64_t bf16, void* y, int64_t threads) {
+OP(simd_moe, const float* x, const int32_t* ids, const float* weights, int64_t rows, int64_t top_k, int64_t dim, const Weight* table,
+   int64_t count, const Weight* shared, double limit, int64_t bf16, void* y, int64_t threads) {
     constexpr int64_t CHUNK = 256;  // rows of one expert at a time: bounds the scratch memory
     thread_local Scratch s;
     s.sum.assign(rows * dim, 0.0f);
@@ -104,7 +105,7 @@ OP(simd_moe, const float* x, const int32_t* ids, const float* weights, int64_t r
 // x bf16 or float32 [rows, dim]. ids [rows, top_k] of the best sqrt(softplus(x . weight)) + bias, ties to the lower expert, and their
 // weights.
 OP(simd_moe_gate, const void* x, int64_t x_bf16, int64_t x_stride, int64_t rows, const Weight* weight, const float* bias,
-                          int64_t bias_stride, int64_t top_k, double scale, int32_t* ids, float* weights, int64_t threads) {
+   int64_t bias_stride, int64_t top_k, double scale, int32_t* ids, float* weights, int64_t threads) {
     thread_local Rows in;
     thread_local std::vector<float> scores, biased;
     thread_local std::vector<char> chosen;
@@ -114,8 +115,7 @@ OP(simd_moe_gate, const void* x, int64_t x_bf16, int64_t x_stride, int64_t rows,
     float *const all = scores.data(), *const keys = biased.data();
     char* const marks = chosen.data();
     multiply(*weight, in.at.data(), rows, Result{all, experts, experts, false}, threads);
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t t = 0; t < rows; t++) {
+    for_each(rows, threads, [&](int64_t t) {
         float *score = all + t * experts, *key = keys + t * experts;
         char* taken = marks + t * experts;
         for (int64_t e = 0; e < experts; e++) {
@@ -133,5 +133,5 @@ OP(simd_moe_gate, const void* x, int64_t x_bf16, int64_t x_stride, int64_t rows,
             sum += score[best];
         }
         for (int64_t k = 0; k < top_k; k++) weights[t * top_k + k] = score[ids[t * top_k + k]] / sum * float(scale);
-    }
+    });
 }

@@ -3,6 +3,7 @@
 
 #include "rows.hpp"
 #include "shuffles.hpp"
+#include "threads.hpp"
 
 namespace {
 
@@ -85,7 +86,7 @@ void multiply(const float* weight, int64_t outputs, int64_t size, const float* r
         const float* w = weight + n * size;
         int64_t r = 0;
         for (; r + 4 <= count; r += 4)
-            for (int64_t half = 0; half < 8; half += 4) dot<4, 4>(w + half * size, size, rows + r * size, y + r * outputs + n + half, outputs);
+            for (int64_t i = 0; i < 8; i += 4) dot<4, 4>(w + i * size, size, rows + r * size, y + r * outputs + n + i, outputs);
         for (; r < count; r++) dot<1, 8>(w, size, rows + r * size, y + r * outputs + n, outputs);
     }
     for (; n < outputs; n++)
@@ -159,24 +160,22 @@ template <class T>
 void pre_rows(const Coefficients& c, const T* streams, int64_t stride, const float* old_pre, const Bf16* norm_weight, int64_t rows, T* x,
               float* quantized, float* pre, float* post, float* comb, int64_t threads) {
     const int64_t m = c.m, dim = c.dim;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t first = 0; first < rows; first += TILE) {
-        const int64_t count = std::min(TILE, rows - first);
+    for_each((rows + TILE - 1) / TILE, threads, [&](int64_t tile) {
+        const int64_t first = tile * TILE, count = std::min(TILE, rows - first);
         mix_rows(c, streams + first * stride, stride, count, pre + first * m, post + first * m, comb + first * m * m);
         for (int64_t t = first; t < first + count; t++) {
             collapse_row(streams + t * stride, old_pre + t * m, m, dim, x + t * dim);
             rms_norm_row(x + t * dim, norm_weight, c.norm_eps, dim, x + t * dim);
             if (quantized) fake_fp8_row(x + t * dim, dim, quantized + t * dim);
         }
-    }
+    });
 }
 
 // New stream k = post[k] * y + sum_j comb[j, k] * stream j. The result may be the streams themselves: a chunk is read before it is written.
 template <class T>
-void post_rows(const T* streams, int64_t stride, const T* y, int64_t y_stride, const float* post, const float* comb, int64_t rows, int64_t m,
-               int64_t dim, T* out, int64_t out_stride, int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t t = 0; t < rows; t++) {
+void post_rows(const T* streams, int64_t stride, const T* y, int64_t y_stride, const float* post, const float* comb, int64_t rows,
+               int64_t m, int64_t dim, T* out, int64_t out_stride, int64_t threads) {
+    for_each(rows, threads, [&](int64_t t) {
         const float *p = post + t * m, *c = comb + t * m * m;
         for (int64_t i = 0; i < dim; i += LANES) {
             F old[8], value = get(y + t * y_stride + i, dim - i);
@@ -187,27 +186,27 @@ void post_rows(const T* streams, int64_t stride, const T* y, int64_t y_stride, c
                 put(out + t * out_stride + k * dim + i, sum, dim - i);
             }
         }
-    }
+    });
 }
 
 }  // namespace
 
 // `quantized` is null where quantisation is the identity.
 OP(simd_hc_pre, const void* streams, int64_t bf16, int64_t stride, const float* old_pre, const float* fn, const float* base,
-                        const float* scale, const Bf16* norm_weight, double norm_eps, double hc_eps, int64_t iterations, int64_t rows,
-                        int64_t m, int64_t dim, void* x, float* quantized, float* pre, float* post, float* comb, int64_t threads) {
+   const float* scale, const Bf16* norm_weight, double norm_eps, double hc_eps, int64_t iterations, int64_t rows, int64_t m, int64_t dim,
+   void* x, float* quantized, float* pre, float* post, float* comb, int64_t threads) {
     const Coefficients c{fn, base, scale, float(norm_eps), float(hc_eps), iterations, m, dim};
     if (bf16)
-        pre_rows(c, static_cast<const Bf16*>(streams), stride, old_pre, norm_weight, rows, static_cast<Bf16*>(x), quantized, pre, post, comb,
-                 threads);
+        pre_rows(c, static_cast<const Bf16*>(streams), stride, old_pre, norm_weight, rows, static_cast<Bf16*>(x), quantized, pre, post,
+                 comb, threads);
     else
-        pre_rows(c, static_cast<const float*>(streams), stride, old_pre, norm_weight, rows, static_cast<float*>(x), quantized, pre, post, comb,
-                 threads);
+        pre_rows(c, static_cast<const float*>(streams), stride, old_pre, norm_weight, rows, static_cast<float*>(x), quantized, pre, post,
+                 comb, threads);
 }
 
 // At most 8 streams.
-OP(simd_hc_post, const void* streams, int64_t bf16, int64_t stride, const void* y, int64_t y_stride, const float* post,
-                         const float* comb, int64_t rows, int64_t m, int64_t dim, void* out, int64_t out_stride, int64_t threads) {
+OP(simd_hc_post, const void* streams, int64_t bf16, int64_t stride, const void* y, int64_t y_stride, const float* post, const float* comb,
+   int64_t rows, int64_t m, int64_t dim, void* out, int64_t out_stride, int64_t threads) {
     if (bf16)
         post_rows(static_cast<const Bf16*>(streams), stride, static_cast<const Bf16*>(y), y_stride, post, comb, rows, m, dim,
                   static_cast<Bf16*>(out), out_stride, threads);
@@ -216,23 +215,21 @@ OP(simd_hc_post, const void* streams, int64_t bf16, int64_t stride, const void* 
                   static_cast<float*>(out), out_stride, threads);
 }
 
-OP(simd_hc_collapse, const void* streams, int64_t bf16, int64_t stride, const float* pre, int64_t rows, int64_t m, int64_t dim,
-                             void* y, int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t t = 0; t < rows; t++) {
+OP(simd_hc_collapse, const void* streams, int64_t bf16, int64_t stride, const float* pre, int64_t rows, int64_t m, int64_t dim, void* y,
+   int64_t threads) {
+    for_each(rows, threads, [&](int64_t t) {
         if (bf16)
             collapse_row(static_cast<const Bf16*>(streams) + t * stride, pre + t * m, m, dim, static_cast<Bf16*>(y) + t * dim);
         else
             collapse_row(static_cast<const float*>(streams) + t * stride, pre + t * m, m, dim, static_cast<float*>(y) + t * dim);
-    }
+    });
 }
 
 OP(simd_stream_mean, const void* streams, int64_t bf16, int64_t stride, int64_t rows, int64_t m, int64_t dim, void* y, int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t t = 0; t < rows; t++) {
+    for_each(rows, threads, [&](int64_t t) {
         if (bf16)
             mean_row(static_cast<const Bf16*>(streams) + t * stride, m, dim, static_cast<Bf16*>(y) + t * dim);
         else
             mean_row(static_cast<const float*>(streams) + t * stride, m, dim, static_cast<float*>(y) + t * dim);
-    }
+    });
 }

@@ -8,6 +8,7 @@
 #include "entries.hpp"
 #include "rows.hpp"
 #include "shuffles.hpp"
+#include "threads.hpp"
 
 namespace {
 
@@ -90,8 +91,8 @@ template <class Count>
 void score(const Entries& entries, int64_t first, int64_t rows, const Count& counts, float* scores, int64_t stride, int64_t threads) {
     int64_t longest = 0;
     for (int64_t t = first; t < first + rows; t++) longest = std::max(longest, counts(t));
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t e = 0; e < longest; e += TILE) {
+    for_each((longest + TILE - 1) / TILE, threads, [&](int64_t part) {
+        const int64_t e = part * TILE;
         thread_local std::vector<float> memory;
         memory.resize(entries.c.dim * TILE);
         float* tile = memory.data();
@@ -108,7 +109,7 @@ void score(const Entries& entries, int64_t first, int64_t rows, const Count& cou
             else if (count > 0)
                 score_tile<1>(entries.c, t, tile, to, count);
         }
-    }
+    });
 }
 
 // Integers in the order of the floats.
@@ -196,25 +197,24 @@ void select_chunk(const Select& c, int64_t first, int64_t rows, int64_t threads)
         scores = memory.data();
         score(Entries{c, c.sequence[first], nullptr}, first, rows, [&](int64_t t) { return c.seen(t); }, scores, longest, threads);
     }
-#pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 1)
-    for (int64_t t = first; t < first + rows; t++) {
+    for_each(rows, threads, [&](int64_t row) {
+        const int64_t t = first + row;
         const float* mine = few ? nullptr : scores + (t - first) * longest;
         if (c.blocks) choose_blocks(c, t, mine);
         choose_row(c, t, mine);
-    }
+    });
 }
 
 template <class T>
-void query_rows(const T* x, int64_t stride, int64_t rows, int64_t heads, int64_t n, const float* table, const int64_t* positions, int64_t rd,
-                bool quantise, float* y, int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t t = 0; t < rows; t++) {
+void query_rows(const T* x, int64_t stride, int64_t rows, int64_t heads, int64_t n, const float* table, const int64_t* positions,
+                int64_t rd, bool quantise, float* y, int64_t threads) {
+    for_each(rows, threads, [&](int64_t t) {
         thread_local std::vector<T> turned;
         turned.resize(n);
         for (int64_t h = 0; h < heads; h++) {
             const T* from = x + t * stride + h * n;
             float* to = y + (t * heads + h) * n;
-            std::copy(from, from + n, turned.data());
+            std::copy(from, from + n - rd, turned.data());
             rotate_row(from, table + positions[t] * rd, n, rd, false, turned.data());
             for (int64_t i = 0; i < n; i += BLOCK) {
                 F a = widen(turned.data() + i), b = widen(turned.data() + i + LANES);
@@ -222,7 +222,7 @@ void query_rows(const T* x, int64_t stride, int64_t rows, int64_t heads, int64_t
                 put_all(to + i, a), put_all(to + i + LANES, b);
             }
         }
-    }
+    });
 }
 
 }  // namespace
@@ -247,10 +247,10 @@ EXPORT void simd_select(const Select* call) {
         if (!t || c.sequence[t] != c.sequence[t - 1] || t - chunks.back() == most) chunks.push_back(t);
     const int64_t count = chunks.size();
     chunks.push_back(c.rows);
-    if (count < c.threads) {
+    if (count < c.threads || c.threads == 1) {
         for (int64_t i = 0; i < count; i++) select_chunk(c, chunks[i], chunks[i + 1] - chunks[i], c.threads);
         return;
     }
-#pragma omp parallel for schedule(dynamic) num_threads(c.threads) if (c.threads > 1)
+#pragma omp parallel for schedule(dynamic) num_threads(c.threads)
     for (int64_t i = 0; i < count; i++) select_chunk(c, chunks[i], chunks[i + 1] - chunks[i], 1);
 }

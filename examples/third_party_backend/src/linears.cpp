@@ -1,6 +1,7 @@
 // Packing of weights, linears, and the grouped output projection.
 #include "products.hpp"
 #include "rows.hpp"
+#include "threads.hpp"
 
 namespace {
 
@@ -27,11 +28,10 @@ void place(int64_t format, const uint8_t* row, int64_t count, uint8_t* block, in
 
 // values [outputs, row_bytes]; scales e8m0 [outputs / scale_rows, blocks] or null. `data` is zeroed; both results as in `Weight`.
 OP(simd_pack, int64_t format, int64_t outputs, int64_t inputs, const uint8_t* values, int64_t row_bytes, const uint8_t* scales,
-                      int64_t scale_rows, uint8_t* data, uint8_t* scale, int64_t threads) {
+   int64_t scale_rows, uint8_t* data, uint8_t* scale, int64_t threads) {
     const Weight w{format, outputs, inputs, nullptr, nullptr};
     const int64_t blocks = w.blocks(), bytes = block_bytes(format), row_block = bytes / LANES;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t tile = 0; tile < w.tiles(); tile++)
+    for_each(w.tiles(), threads, [&](int64_t tile) {
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t at = tile * blocks + b, count = std::min(BLOCK, inputs - b * BLOCK);
             for (int64_t n = tile * LANES; n < std::min(outputs, (tile + 1) * LANES); n++) {
@@ -39,11 +39,12 @@ OP(simd_pack, int64_t format, int64_t outputs, int64_t inputs, const uint8_t* va
                 if (scales) scale[at * LANES + n % LANES] = scales[n / scale_rows * blocks + b];
             }
         }
+    });
 }
 
 // y[t] = x[t] . weight.T. x bf16 or float32 [rows, inputs], y likewise [rows, outputs].
 OP(simd_linear, const void* x, int64_t x_bf16, int64_t x_stride, int64_t rows, const Weight* weight, void* y, int64_t y_bf16,
-                        int64_t threads) {
+   int64_t threads) {
     thread_local Rows in;
     in.set(x, x_bf16, x_stride, rows, weight->inputs);
     multiply(*weight, in.at.data(), rows, Result{y, weight->outputs, weight->outputs, y_bf16 != 0}, threads);
@@ -51,7 +52,7 @@ OP(simd_linear, const void* x, int64_t x_bf16, int64_t x_stride, int64_t rows, c
 
 // x bf16 or float32 [rows, groups * inputs of wo_a] -> y [rows, outputs of wo_b]. Group g meets rows g * o .. of wo_a.
 OP(simd_attention_output, const void* x, int64_t bf16, int64_t x_stride, int64_t rows, int64_t groups, const Weight* wo_a,
-                                  const Weight* wo_b, void* y, int64_t threads) {
+   const Weight* wo_b, void* y, int64_t threads) {
     thread_local Rows in;
     thread_local std::vector<float> part, z;
     thread_local std::vector<const float*> at;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "simd.hpp"
+#include "threads.hpp"
 
 enum Format : int64_t { F32 = 0, BF16 = 1, FP8 = 2, FP4 = 3 };
 
@@ -163,9 +164,8 @@ void multiply_as(const Weight& weight, int64_t first, int64_t last, const float*
     constexpr int64_t FEW = 4, UNPACK_FROM = 16;  // rows up to which four tiles go side by side; from which unpacking pays
     const int64_t blocks = weight.blocks(), side = count <= FEW ? 4 : 2;
     const Packed<P> packed{weight};
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t tile = first; tile < last; tile += side) {
-        const int64_t here = std::min(side, last - tile);
+    for_each((last - first + side - 1) / side, threads, [&](int64_t group) {
+        const int64_t tile = first + group * side, here = std::min(side, last - tile);
         if (count >= UNPACK_FROM) {
             thread_local std::vector<float> memory;
             memory.resize(here * blocks * BLOCK * LANES);
@@ -177,13 +177,13 @@ void multiply_as(const Weight& weight, int64_t first, int64_t last, const float*
             const Unpacked<P> unpacked{packed, memory.data(), tile};
             if (here == 2) multiply_rows<2>(unpacked, blocks, tile, rows, count, y);
             if (here == 1) multiply_rows<1>(unpacked, blocks, tile, rows, count, y);
-            continue;
+            return;
         }
         int64_t t = tile;
         if (here == 4) multiply_rows<4>(packed, blocks, t, rows, count, y), t += 4;
         if (tile + here - t >= 2) multiply_rows<2>(packed, blocks, t, rows, count, y), t += 2;
         if (tile + here - t == 1) multiply_rows<1>(packed, blocks, t, rows, count, y);
-    }
+    });
 }
 
 // Outputs 16 * first .. 16 * last - 1 (or to the end) of each row, put where `y` says. Rows have inputs up to whole blocks, zeros behind.

@@ -3,6 +3,7 @@
 
 #include "entries.hpp"
 #include "rows.hpp"
+#include "threads.hpp"
 
 namespace {
 
@@ -48,9 +49,9 @@ void store_row(const T* x, int64_t t, int64_t n, const Steps& s, const Pool& poo
 template <class T>
 void store_rows(const T* x, int64_t stride, int64_t rows, int64_t n, const Steps& s, const Pool& pool, const int32_t* slots,
                 int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t t = 0; t < rows; t++)
+    for_each(rows, threads, [&](int64_t t) {
         if (slots[t] >= 0) store_row(x + t * stride, t, n, s, pool, slots[t]);
+    });
 }
 
 // Softmax over the members' gates and the sum of their latents, for sixteen channels. A member is `n` latents and `n` gates.
@@ -71,21 +72,21 @@ template <class T>
 void compress_rows(const float* rows, int64_t stride, int64_t count, int64_t n, const float* ring, int64_t length, int64_t slot_stride,
                    int64_t row_stride, int64_t held, const int32_t* members, int64_t ratio, const Bf16* weight, float eps, T* y,
                    int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t t = 0; t < count; t++) {
+    for_each(count, threads, [&](int64_t t) {
         const int32_t* mine = members + t * ratio;
         T* row = y + t * n;
         if (mine[0] < 0) {
             std::memset(row, 0, n * sizeof(T));
-            continue;
+            return;
         }
         thread_local std::vector<const float*> from;
         from.resize(ratio);
         for (int64_t r = 0; r < ratio; r++)
-            from[r] = mine[r] < held ? ring + mine[r] / length * slot_stride + mine[r] % length * row_stride : rows + (mine[r] - held) * stride;
+            from[r] = mine[r] >= held ? rows + (mine[r] - held) * stride
+                                      : ring + mine[r] / length * slot_stride + mine[r] % length * row_stride;
         for (int64_t i = 0; i < n; i += LANES) put_all(row + i, pool_channels(from.data(), ratio, n, i));
         rms_norm_row(row, weight, eps, n, row);
-    }
+    });
 }
 
 }  // namespace
