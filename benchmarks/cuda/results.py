@@ -190,7 +190,8 @@ def peers(folder: Folder) -> str:
 
 def goals(folder: Folder) -> str:
     """Every goal of the backend's issue that the numbers decide."""
-    return "## Goals\n\n" + "\n".join(f"* {line}" for line in _goals(folder)) + "\n"
+    lines = [f"* {line}" for line in _goals(folder)]
+    return "## Goals\n\n" + "\n".join(lines) + "\n" if lines else ""
 
 
 def _goals(folder: Folder) -> Iterator[str]:
