@@ -168,6 +168,7 @@ def comparisons(rows: int) -> Iterator[Comparison]:
             rows,
             "Humming W8A8",
             lambda note=note: linear(note, rows, FP8_32),
+            5e-2,
             differs="activation scales are not powers of two",
         )
     given = "rows grouped by expert beforehand (ours groups them)"
