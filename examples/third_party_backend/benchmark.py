@@ -24,9 +24,21 @@ SECONDS = 0.5  # for one op at one size and backend, unless five calls take long
 
 # Dimensions of one decode step of the shipped checkpoint (its config.json), where the suite's small geometries differ from it.
 SMALL: dict[str, dict[str, Any]] = {
-    "moe": {"rows": 1, "dim": 128, "inner": 64, "experts": 8, "top_k": 2},
-    "moe_gate": {"rows": 1, "dim": 128, "experts": 8, "top_k": 2},
-    "sparse_attention": {"rows": 1, "dim": 64, "rd": 16, "heads": 4, "ring": 14, "columns": 8, "topk": 8, "counts": (40,), "entries": 8},
+    "attention_output": {"heads": 4, "dim": 64, "groups": 2, "rank": 32, "hidden": 128},
+    "compress": {"dim": 64, "ring": 9},
+    "engram_gather": {"columns": 6, "channels": 32},
+    "engram_hash": {"heads": 2},
+    "index_query": {"heads": 2, "dim": 32},
+    "linear": {"dim": 128, "outs": (64, 64)},
+    "moe": {"dim": 128, "inner": 64, "experts": 8, "top_k": 2},
+    "moe_gate": {"dim": 128, "experts": 8, "top_k": 2},
+    "quantized_linear": {"dim": 128, "outs": (64, 64)},
+    "select_entries": {"heads": 2, "dim": 32, "topk": 8, "counts": (40,), "first_visible": 40, "entries": 8},
+    "sparse_attention": {"dim": 64, "heads": 4, "ring": 14, "columns": 8, "topk": 8, "counts": (40,), "entries": 8},
+    "store_entries": {"dim": 64},
+    "store_index_keys": {"dim": 32},
+    "store_window": {"dim": 64},
+    "window_key": {"dim": 64},
 }
 LARGE = {"moe": {"experts": 24}}  # enough experts to choose from; 384 of the released size fill 13 GB
 
@@ -34,7 +46,7 @@ LARGE = {"moe": {"experts": 24}}  # enough experts to choose from; 384 of the re
 def sizes(description: OpDescription) -> dict[str, dict[str, Any]]:
     """Dimensions by name."""
     decode = dict(description.presets["decode-1"]) | LARGE.get(description.op, {})
-    small = decode | SMALL.get(description.op, {"dim": 64 if description.op.endswith(("window", "window_key")) else 128})
+    small = decode | SMALL.get(description.op, {"dim": 128})
     if "rd" in small:
         small["rd"] = 16
     return {"small": small, "decode-1": decode, "decode-64": decode | {"rows": 64}, "prefill-256": decode | {"rows": 256}}
