@@ -49,15 +49,20 @@ def _byte_assembly() -> str:
 
 
 def _pair_assembly() -> str:
-    """Four bytes of two e2m1 codes -> bfloat16 bits of their low nibbles ($0, $1), then of their high nibbles ($2, $3)."""
-    lines = [".reg .b32 a, t, u;"]
+    """Four bytes of two e2m1 codes -> bfloat16 values of their low nibbles ($0, $1), then of their high nibbles ($2, $3).
+
+    Sign and magnitude bits are put where bfloat16 wants them; the tiny numbers that they are there become values by a factor 2^126.
+    """
+    lines = [".reg .b32 a, t, u, unit;", "mov.b32 unit, 0x7E807E80;"]
     for half, selector in ((0, "0x4140"), (1, "0x4342")):
         lines += [
             f"prmt.b32 a, $4, 0, {selector};",
             "shl.b32 t, a, 12;", "and.b32 t, t, 0x80008000;",
-            "shl.b32 u, a, 6;", f"lop3.b32 ${half}, u, 0x01C001C0, t, 0xEA;",
+            "shl.b32 u, a, 6;", "lop3.b32 u, u, 0x01C001C0, t, 0xEA;",
+            f"mul.rn.bf16x2 ${half}, u, unit;",
             "shl.b32 t, a, 8;", "and.b32 t, t, 0x80008000;",
-            "shl.b32 u, a, 2;", f"lop3.b32 ${2 + half}, u, 0x01C001C0, t, 0xEA;",
+            "shl.b32 u, a, 2;", "lop3.b32 u, u, 0x01C001C0, t, 0xEA;",
+            f"mul.rn.bf16x2 ${2 + half}, u, unit;",
         ]  # fmt: skip
     return "{ " + " ".join(lines) + " }"
 
@@ -108,13 +113,18 @@ def decoded_bytes(word):
 def decoded_pairs(byte):
     """(even, odd) bfloat16 values of uint8 bytes of two e2m1 codes, low nibble even."""
     if _ASSEMBLY:
-        even, odd = tl.inline_asm_elementwise(_PAIRS, "=r,=r,=r,=r,r", [byte], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
-    else:
-        code = byte.to(tl.int32)
-        even = _as_bf16(((code & 8) << 12) | ((code & 7) << 6))
-        odd = _as_bf16(((code & 128) << 8) | ((code & 112) << 2))
-    unit = tl.full((1,), 8.507059173023462e37, tl.bfloat16)  # 2^126: the codes are the lowest bits of tiny bfloat16 numbers
-    return even * unit, odd * unit
+        return tl.inline_asm_elementwise(_PAIRS, "=r,=r,=r,=r,r", [byte], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
+    code = byte.to(tl.int32)
+    unit = tl.full((1,), 8.507059173023462e37, tl.bfloat16)  # 2^126
+    return _as_bf16(((code & 8) << 12) | ((code & 7) << 6)) * unit, _as_bf16(((code & 128) << 8) | ((code & 112) << 2)) * unit
+
+
+@triton.jit
+def bf16_product(a, b):
+    """a * b of bfloat16 tensors of one shape, two products in an instruction."""
+    if _ASSEMBLY:
+        return tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.bfloat16, is_pure=True, pack=2)
+    return a * b
 
 
 @triton.jit
@@ -169,7 +179,8 @@ def _packed_product(acc, weight, scales, tile, n, outputs, x, x_mask, inputs, FO
         k = tile * 128 + i * width + j
         mask = x_mask[None, :] if EVEN else x_mask[None, :] & (k < inputs)[:, None]
         values = tl.load(x[None, :] + k[:, None], mask=mask, other=0.0)
-        acc = tl.dot(decoded[i] * scale_factor(exponents, i * width // 32)[:, None], values, acc)
+        factor = tl.broadcast_to(scale_factor(exponents, i * width // 32)[:, None], decoded[i].shape)
+        acc = tl.dot(bf16_product(decoded[i], factor), values, acc)
     return acc
 
 
