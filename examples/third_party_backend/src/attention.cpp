@@ -66,6 +66,7 @@ void list_keys(const Attention& a, int64_t t, std::vector<Key>& keys) {
 }
 
 constexpr int64_t HEADS = 4, KEYS = 4;  // computed together: sixteen sums stay in registers
+constexpr int64_t TILE = 32;            // keys that all heads see before the next: they stay in the cache
 
 // scores[h * stride + k] = (q_h . key_k) * scale for HEADS heads; `count` is a multiple of KEYS.
 void score(const float* q, const float* keys, int64_t count, int64_t dim, float scale, float* scores, int64_t stride) {
@@ -100,10 +101,12 @@ float soften(float* scores, int64_t valid, int64_t count, float sink, bool bf16)
     return total(sums) + std::exp(sink - top);
 }
 
-// out[h * dim + i] = sum_k p[h * stride + k] * key_k[i] for HEADS heads and V vectors of values from `first` on.
+// out[h * dim + i] += sum_k p[h * stride + k] * key_k[i] for HEADS heads and V vectors of values from `first` on.
 template <int V>
 void mix(const float* p, int64_t stride, const float* keys, int64_t count, int64_t dim, int64_t first, float* out) {
-    F sums[HEADS][V] = {};
+    F sums[HEADS][V];
+    for (int h = 0; h < HEADS; h++)
+        for (int v = 0; v < V; v++) sums[h][v] = widen(out + h * dim + first + v * LANES);
     for (int64_t k = 0; k < count; k++) {
         F key[V];
         for (int v = 0; v < V; v++) key[v] = widen(keys + k * dim + first + v * LANES);
@@ -116,29 +119,37 @@ void mix(const float* p, int64_t stride, const float* keys, int64_t count, int64
         for (int v = 0; v < V; v++) put_all(out + h * dim + first + v * LANES, sums[h][v]);
 }
 
-// Heads `first` .. first + HEADS - 1 (fewer at the end) of row t over its decoded keys.
+// `heads` heads of row t, from `first` on, over its decoded keys.
 template <class T>
-void attend(const Attention& a, int64_t t, int64_t first, const float* keys, int64_t valid, int64_t count) {
-    const int64_t dim = a.dim, used = std::min(HEADS, a.heads - first);
+void attend(const Attention& a, int64_t t, int64_t first, int64_t heads, const float* keys, int64_t valid, int64_t count) {
+    const int64_t dim = a.dim, stride = (count + LANES - 1) / LANES * LANES, padded = (heads + HEADS - 1) / HEADS * HEADS;
     const float* angles = a.table + a.positions[t] * a.rd;
-    thread_local std::vector<float> q, scores, values;
+    thread_local std::vector<float> q, scores, values, sums;
     thread_local std::vector<T> turned;
-    const int64_t stride = (count + LANES - 1) / LANES * LANES;
-    q.resize(HEADS * dim), values.resize(HEADS * dim), scores.resize(HEADS * stride), turned.resize(dim);
-    if (used < HEADS) std::fill(q.begin() + used * dim, q.end(), 0.0f);
-    for (int64_t h = 0; h < used; h++) {
+    q.resize(padded * dim), scores.resize(padded * stride), turned.resize(dim), sums.resize(heads);
+    std::fill(q.begin() + heads * dim, q.end(), 0.0f);
+    for (int64_t h = 0; h < heads; h++) {
         const T* from = static_cast<const T*>(a.query) + t * a.query_stride + (first + h) * dim;
         std::copy(from, from + dim - a.rd, turned.data());
         rotate_row(from, angles, dim, a.rd, false, turned.data());
         for (int64_t i = 0; i < dim; i += LANES) put_all(q.data() + h * dim + i, widen(turned.data() + i));
     }
-    score(q.data(), keys, count, dim, float(a.scale), scores.data(), stride);
-    float sums[HEADS];
-    for (int64_t h = 0; h < used; h++) sums[h] = soften(scores.data() + h * stride, valid, stride, a.sink[first + h], a.bf16);
-    int64_t i = 0;
-    for (; i + 4 * LANES <= dim; i += 4 * LANES) mix<4>(scores.data(), stride, keys, count, dim, i, values.data());
-    for (; i < dim; i += LANES) mix<1>(scores.data(), stride, keys, count, dim, i, values.data());
-    for (int64_t h = 0; h < used; h++) {
+    for (int64_t k = 0; k < count; k += TILE)
+        for (int64_t h = 0; h < heads; h += HEADS)
+            score(q.data() + h * dim, keys + k * dim, std::min(TILE, count - k), dim, float(a.scale), scores.data() + h * stride + k,
+                  stride);
+    for (int64_t h = 0; h < heads; h++) sums[h] = soften(scores.data() + h * stride, valid, stride, a.sink[first + h], a.bf16);
+    values.assign(padded * dim, 0.0f);
+    for (int64_t k = 0; k < count; k += TILE)
+        for (int64_t h = 0; h < heads; h += HEADS) {
+            const float *p = scores.data() + h * stride + k, *from = keys + k * dim;
+            const int64_t here = std::min(TILE, count - k);
+            float* to = values.data() + h * dim;
+            int64_t i = 0;
+            for (; i + 4 * LANES <= dim; i += 4 * LANES) mix<4>(p, stride, from, here, dim, i, to);
+            for (; i < dim; i += LANES) mix<1>(p, stride, from, here, dim, i, to);
+        }
+    for (int64_t h = 0; h < heads; h++) {
         T* to = static_cast<T*>(a.out) + (t * a.heads + first + h) * dim;
         for (int64_t j = 0; j < dim; j += LANES) put_all(to + j, widen(values.data() + h * dim + j) / sums[h]);
         rotate_row(to, angles, dim, a.rd, true, to);
@@ -161,7 +172,10 @@ void attend_row(const Attention& a, int64_t t, int64_t threads) {
     for_each(valid, threads, [&](int64_t k) {
         for (int64_t i = 0; i < dim; i += LANES) put_all(to + k * dim + i, decode(list[k].format, list[k].data, list[k].scales, i));
     });
-    for_each((a.heads + HEADS - 1) / HEADS, threads, [&](int64_t group) { attend<T>(a, t, group * HEADS, to, valid, count); });
+    const int64_t share = ((a.heads + threads - 1) / threads + HEADS - 1) / HEADS * HEADS;  // heads of a thread
+    for_each((a.heads + share - 1) / share, threads, [&](int64_t i) {
+        attend<T>(a, t, i * share, std::min(share, a.heads - i * share), to, valid, count);
+    });
 }
 
 template <class T>
