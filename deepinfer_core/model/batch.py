@@ -1,7 +1,7 @@
 """What every row of a step needs to know: positions, window keys, slots, visibility, n-grams.
 
-All of it is integer arithmetic in torch on the model's device, from a handful of numbers per sequence. So a step can be launched whose
-starting positions are known on the device only (asynchronous speculation), and no backend has to supply any of it.
+All of it is integer arithmetic on the model's device (see `model.arrays`), from a handful of numbers per sequence. So a step can be
+launched whose starting positions are known on the device only (asynchronous speculation), and no backend has to supply any of it.
 
 Each operation is a launch: a decode step of one sequence takes a few milliseconds, so what can be shared is computed once, in int32.
 """
@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from deepinfer_core.backend.types import CompressorRows
+from deepinfer_core.model.arrays import Array, Arrays, arrays_on
 
 
 @dataclass(frozen=True)
@@ -91,116 +91,121 @@ class StepBatch:
 class _Rows(NamedTuple):
     """Per row of a packed set of sequences, int32 [T]: what its sequence and its place there say."""
 
-    sequence: Tensor
-    offset: Tensor | None  # row within its sequence; None: 0 everywhere
-    positions: Tensor
-    start: Tensor  # position of the first row
-    state_slot: Tensor
-    valid_start: Tensor
-    write_start: Tensor
-    query_len: Tensor
-    shift: Tensor  # row minus position
-    real: Tensor  # bool: not padding, whose state slot is 0
-    none: Tensor  # int32 []: -1
+    xp: Arrays
+    sequence: Array
+    offset: Array | None  # row within its sequence; None: 0 everywhere
+    positions: Array
+    start: Array  # position of the first row
+    state_slot: Array
+    valid_start: Array
+    write_start: Array
+    query_len: Array
+    row: Array
+    real: Array  # bool: not padding, whose state slot is 0
 
-    def newest(self, count: int) -> Tensor:
+    def newest(self, count: int) -> Array:
         """bool [T]: rows that a ring of `count` entries keeps; older ones would be overwritten by this step."""
         return self.real if self.offset is None else self.real & (self.offset >= self.query_len - count)
 
-    def pages(self, block_table: Tensor, page: Tensor) -> Tensor:
+    def pages(self, block_table: Array, page: Array) -> Array:
         """int32 [T]: the page numbered `page` of each row's sequence; the last one if there are fewer."""
-        page = page.clamp_max(block_table.shape[1] - 1)
-        return block_table.gather(1, page[:, None].long())[:, 0] if self.offset is None else block_table[self.sequence, page]
+        page = page.clip(max=block_table.shape[1] - 1)
+        return self.xp.picked(block_table, page) if self.offset is None else block_table[self.sequence, page]
+
+    def addresses(self, count: int, ring: int, slots: int) -> tuple[Array, Array, Array]:
+        """The `count` positions up to each row's own, oldest first, int32 [T, count]; where each is found in an address space of
+        `slots` rings of `ring` entries, then the step's rows: in the ring if it lies before the step's first row; and the ring entry
+        of the row's own position, int32 [T]."""
+        seen = self.positions[:, None] + self.xp.arange(1 - count, 1)
+        rings = (self.state_slot * ring)[:, None] + seen % ring
+        if self.offset is None:
+            found = self.xp.joined([rings[:, :-1], (self.row + slots * ring)[:, None]], 1)
+        else:
+            here = seen + (self.row - self.positions + slots * ring)[:, None]
+            found = self.xp.where(seen >= self.start[:, None], here, rings)
+        return seen, found, rings[:, -1]
 
 
 def build_batch(g: BatchGeometry, s: SequenceInputs, token_map: Tensor | None, pad_id: int) -> StepBatch:
     """Metadata of one step. token_map int64 [V] maps ids to compressed ids for Engram (None: no Engram)."""
-    rows = _rows(s, s.query_len, s.start, s.valid_start, len(s.tokens))
+    xp = arrays_on(s.tokens.device)
+    rows = _rows(xp, s, s.query_len, s.start, s.valid_start, len(s.tokens))
     meta = _row_meta(g, rows)
-    entries = {r: _entry_meta(g, r, s, rows, meta) for r in g.ratios}
+    table = xp.of(s.block_table)
+    entries = {r: _entry_meta(g, r, table, rows, meta) for r in g.ratios}
     ngrams = None if token_map is None else _ngrams(s, rows, token_map, pad_id, g.ngram)
-    kept, decoder_rows = _truncate(g, s) if s.truncation else (None, None)
+    kept, decoder_rows = _truncate(g, s, xp) if s.truncation else (None, None)
     return StepBatch(s.tokens, meta, entries, s.block_table, ngrams, kept, decoder_rows)
 
 
-def _rows(s: SequenceInputs, query_len: Tensor, start: Tensor, valid_start: Tensor, total: int) -> _Rows:
-    device = start.device
-    numbers = torch.stack((start, s.state_slot, valid_start.clamp_min(0), s.write_start, query_len)).int()
-    none = torch.full((), -1, dtype=torch.int32, device=device)
-    row = torch.arange(total, dtype=torch.int32, device=device)
+def _rows(xp: Arrays, s: SequenceInputs, query_len: Tensor, start: Tensor, valid_start: Tensor, total: int) -> _Rows:
+    parts = [xp.of(part)[None] for part in (start, s.state_slot, valid_start, s.write_start, query_len)]
+    numbers, row = xp.int32(xp.joined(parts, 0)), xp.arange(0, total)
     if s.one_row:
         begin, slot, valid, write, length = numbers
-        return _Rows(row, None, begin, begin, slot, valid, write, length, row - begin, slot > 0, none)
-    every = torch.arange(len(query_len), device=device)
-    sequence = torch.repeat_interleave(every, query_len, output_size=total)
-    begins = (torch.cumsum(query_len, 0) - query_len).int()
-    begin, slot, valid, write, length, first = torch.cat((numbers, begins[None])).index_select(1, sequence)
+        return _Rows(xp, row, None, begin, begin, slot, valid, write, length, row, slot > 0)
+    length = numbers[-1]
+    sequence = xp.repeated(xp.arange(0, len(length)), xp.of(query_len), total)
+    begins = xp.int32(length.cumsum(0) - length)
+    begin, slot, valid, write, length, first = xp.joined([numbers, begins[None]], 0)[:, sequence]
     offset = row - first
-    positions = begin + offset
-    return _Rows(sequence.int(), offset, positions, begin, slot, valid, write, length, first - begin, slot > 0, none)
+    return _Rows(xp, sequence, offset, begin + offset, begin, slot, valid, write, length, row, slot > 0)
 
 
 def _row_meta(g: BatchGeometry, rows: _Rows) -> RowMeta:
-    index, ring = _window_index(g, rows)
-    visible = {r: (rows.positions + 1) // r if r > 1 else rows.positions + 1 for r in g.ratios}
-    slots = torch.where(rows.newest(g.ring), ring, rows.none)
-    return RowMeta(rows.positions.long(), rows.sequence, index, slots, visible)
+    xp = rows.xp
+    seen, found, ring = rows.addresses(g.window, g.ring, g.state_slots)
+    visible = {r: xp.tensor((rows.positions + 1) // r if r > 1 else rows.positions + 1) for r in g.ratios}
+    return RowMeta(
+        positions=xp.tensor(xp.int64(rows.positions)),
+        sequence=xp.tensor(rows.sequence),
+        window_index=xp.tensor(xp.where(seen >= rows.valid_start[:, None].clip(min=0), found, xp.none)),
+        window_slots=xp.tensor(xp.where(rows.newest(g.ring), ring, xp.none)),
+        visible=visible,
+    )
 
 
-def _truncate(g: BatchGeometry, s: SequenceInputs) -> tuple[Tensor | None, RowMeta]:
+def _truncate(g: BatchGeometry, s: SequenceInputs, xp: Arrays) -> tuple[Tensor | None, RowMeta]:
     """(kept rows or None, metadata of the decoder half)."""
     cut = s.truncation
     assert cut is not None
-    valid_start = torch.maximum(s.valid_start, cut.keep_from)
+    valid_start = s.valid_start.maximum(cut.keep_from)
     if cut.kept_len is None:
-        return None, _row_meta(g, _rows(s, s.query_len, s.start, valid_start, len(s.tokens)))
+        return None, _row_meta(g, _rows(xp, s, s.query_len, s.start, valid_start, len(s.tokens)))
     dropped = s.query_len - cut.kept_len
-    rows = _rows(s, cut.kept_len, s.start + dropped, valid_start, cut.kept_rows)
+    rows = _rows(xp, s, cut.kept_len, s.start + dropped, valid_start, cut.kept_rows)
     assert rows.offset is not None
-    first = (torch.cumsum(s.query_len, 0) - s.query_len + dropped)[rows.sequence]
-    return first + rows.offset, _row_meta(g, rows)
+    first = xp.of(s.query_len.cumsum(0) - s.query_len + dropped)[rows.sequence]
+    return xp.tensor(first + rows.offset), _row_meta(g, rows)
 
 
-def _window_index(g: BatchGeometry, rows: _Rows) -> tuple[Tensor, Tensor]:
-    """int32 [T, W] in the address space of `WindowKeys`: column c is position p - W + 1 + c, from the ring if it lies before the step's
-    first row; and int32 [T]: the ring entry of p itself."""
-    seen = rows.positions[:, None] + torch.arange(1 - g.window, 1, dtype=torch.int32, device=rows.positions.device)
-    ring = (rows.state_slot * g.ring)[:, None] + seen % g.ring
-    here = seen + (rows.shift + g.state_slots * g.ring)[:, None]
-    index = torch.where(seen >= rows.start[:, None], here, ring)
-    return torch.where(seen >= rows.valid_start[:, None], index, rows.none), ring[:, -1]
-
-
-def _entry_meta(g: BatchGeometry, r: int, s: SequenceInputs, rows: _Rows, meta: RowMeta) -> EntryMeta:
-    p, n = rows.positions, g.page_tokens // r
+def _entry_meta(g: BatchGeometry, r: int, block_table: Array, rows: _Rows, meta: RowMeta) -> EntryMeta:
+    xp, p, n = rows.xp, rows.positions, g.page_tokens // r
     entry = p // r if r > 1 else p
     writes = (p >= rows.write_start) & rows.real
-    slot = rows.pages(s.block_table, entry // n) * n + entry % n
+    slot = rows.pages(block_table, entry // n) * n + entry % n
     if r == 1:
-        return EntryMeta(torch.where(writes, slot, rows.none), meta.positions, None)
+        return EntryMeta(xp.tensor(xp.where(writes, slot, xp.none)), meta.positions, None)
     completes = (p + 1) % r == 0
-    member = p[:, None] + torch.arange(1 - r, 1, dtype=torch.int32, device=p.device)
-    ring = (rows.state_slot * g.compressor_ring)[:, None] + member % g.compressor_ring
-    here = member + (rows.shift + g.state_slots * g.compressor_ring)[:, None]
-    index = torch.where(member >= rows.start[:, None], here, ring)
+    _, found, ring = rows.addresses(r, g.compressor_ring, g.state_slots)
     return EntryMeta(
-        slots=torch.where(completes & writes, slot, rows.none),
-        positions=(meta.positions - (r - 1)) * completes,
+        slots=xp.tensor(xp.where(completes & writes, slot, xp.none)),
+        positions=xp.tensor(xp.int64((p - (r - 1)) * completes)),
         rows=CompressorRows(
-            torch.where(completes[:, None], index, rows.none),
-            torch.where(rows.newest(g.compressor_ring), ring[:, -1], rows.none),
+            xp.tensor(xp.where(completes[:, None], found, xp.none)),
+            xp.tensor(xp.where(rows.newest(g.compressor_ring), ring, xp.none)),
         ),
     )
 
 
 def _ngrams(s: SequenceInputs, rows: _Rows, token_map: Tensor, pad_id: int, size: int) -> Tensor:
     """int64 [T, size] compressed ids of each row's token and its size-1 predecessors; pad_id before the sequence begins."""
+    xp = rows.xp
+    tokens, history = xp.of(s.tokens), xp.of(s.history)
     if rows.offset is None:
-        ids = torch.cat((s.history, s.tokens[:, None]), 1).flip(1)
+        ids = xp.reversed(xp.joined([history, tokens[:, None]], 1))
     else:
-        back = torch.arange(size, device=s.tokens.device)
-        total, offset = len(s.tokens), rows.offset[:, None]
-        row = torch.arange(total, device=s.tokens.device)[:, None]
-        told = total + (rows.sequence.long() * (size - 1) + size - 1)[:, None] + offset
-        ids = torch.cat((s.tokens, s.history.flatten()))[torch.where(offset >= back, row, told) - back]
-    return torch.where(ids >= 0, token_map[ids.clamp_min(0)], pad_id)
+        back, total, offset = xp.arange(0, size), len(s.tokens), rows.offset[:, None]
+        told = total + (rows.sequence * (size - 1) + size - 1)[:, None] + offset
+        ids = xp.joined([tokens, history.reshape(-1)], 0)[xp.where(offset >= back, rows.row[:, None], told) - back]
+    return xp.tensor(xp.where(ids >= 0, xp.of(token_map)[ids.clip(min=0)], pad_id))

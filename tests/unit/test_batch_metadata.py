@@ -5,9 +5,18 @@ import random
 import pytest
 import torch
 
+from deepinfer_core.model import batch as batch_module
+from deepinfer_core.model.arrays import TorchArrays
 from deepinfer_core.model.batch import BatchGeometry, SequenceInputs, Truncation, build_batch
 
 PAD, MAP = 7, [(31 * i) % 50 for i in range(100)]
+
+
+@pytest.fixture(autouse=True, params=["cpu", "device"])
+def library(request, monkeypatch):
+    """Steps on a device compute their metadata in torch, steps on the CPU in numpy."""
+    if request.param == "device":
+        monkeypatch.setattr(batch_module, "arrays_on", TorchArrays)
 
 
 def window_of(g, p, start, first, slot, valid):
