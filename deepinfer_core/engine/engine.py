@@ -368,7 +368,7 @@ def _kind(value: object) -> str:
 
 
 def _logprobs(tokens: Sequence[int], scores: TokenScores, top: int) -> list[TokenLogprob]:
-    values = scores.tokens[: len(tokens)].tolist()
+    values = [float(value) for value in scores.tokens[: len(tokens)]]
     if not top or scores.top_ids is None or scores.top is None:
         return [TokenLogprob(int(token), value) for token, value in zip(tokens, values, strict=True)]
     best = zip(scores.top_ids[: len(tokens), :top].tolist(), scores.top[: len(tokens), :top].tolist(), strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from deepinfer_core.sampling.sampler import Sampled, Scores, Verified
 class TokenScores(NamedTuple):
     """Log-probabilities of n consecutive tokens of one sequence."""
 
-    tokens: np.ndarray  # float32 [n]
+    tokens: np.ndarray | list[float]  # float32 [n]
     top_ids: np.ndarray | None  # int64 [n, top]
     top: np.ndarray | None  # float32 [n, top], falling
 
@@ -25,14 +26,19 @@ class TokenScores(NamedTuple):
 class StepPayload:
     """What a step tells about its S sequences' tokens besides the ids."""
 
-    scores: TokenScores  # of the emitted tokens, each array with a first axis of sequences; anything behind the emitted ones
+    scores: TokenScores  # of the emitted tokens, each a numpy array with a first axis of sequences; anything behind the emitted ones
     prompt_scores: dict[int, TokenScores]  # by sequence; of the prompt tokens after this step's rows
     estimates: np.ndarray | None  # float32 [S, 1 + D] estimated acceptance of the verified drafts, 0 behind; None: none were verified
 
     def scores_of(self, sequence: int) -> TokenScores:
         """Those of one sequence."""
-        tokens, ids, top = self.scores
-        return TokenScores(tokens[sequence], None if ids is None else ids[sequence], None if top is None else top[sequence])
+        _, ids, top = self.scores
+        return TokenScores(self._logprobs[sequence], None if ids is None else ids[sequence], None if top is None else top[sequence])
+
+    @cached_property
+    def _logprobs(self) -> list[list[float]]:
+        """`scores.tokens`, taken apart at once."""
+        return self.scores.tokens.tolist()
 
 
 @dataclass(frozen=True)
@@ -69,25 +75,62 @@ class DeviceOutputs:
     """Collects results of S sequences; rows of sequences that do not sample keep their initial values."""
 
     def __init__(self, sequences: int, drafts: int, device: torch.device) -> None:
-        self.width = width = 1 + drafts
-        none = torch.full((sequences, 1 + width + 2 * drafts), -1, dtype=torch.int64, device=device)
-        tokens, self.emitted, self.verified, self.drafts = none.split_with_sizes((1, width, drafts, drafts), 1)
-        self.tokens = tokens[:, 0]
-        self.accepted = torch.zeros(sequences, dtype=torch.int64, device=device)
-        self.failed = torch.zeros(sequences, dtype=torch.bool, device=device)
-        figures = torch.zeros(sequences, 2 * width + drafts, device=device)
-        self.scores, self.estimates, self.confidences = figures.split_with_sizes((width, width, drafts), 1)
+        self.sequences, self.num_drafts, self.width, self._device = sequences, drafts, 1 + drafts, device
         self._top: dict[str, Tensor] = {}
         self._prompt: dict[str, Tensor] = {}
         self._has_drafts = self._has_verified = False
 
-    def put_sampled(self, sequences: Tensor | slice, chosen: Sampled) -> None:
-        """One token for each of `sequences`, int64 [R] or a slice."""
-        self.tokens[sequences] = chosen.tokens
-        self.emitted[sequences, 0] = chosen.tokens
-        self.failed[sequences] = chosen.failed
-        self.scores[sequences, 0] = chosen.scores.tokens
-        self._put_top(sequences, 0, chosen.scores)
+    # Made when they are first asked for: a step without drafts replaces or never needs most of them.
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        return torch.full((self.sequences,), -1, dtype=torch.int64, device=self._device)
+
+    @cached_property
+    def accepted(self) -> Tensor:
+        return torch.zeros(self.sequences, dtype=torch.int64, device=self._device)
+
+    @cached_property
+    def emitted(self) -> Tensor:
+        return torch.full((self.sequences, self.width), -1, dtype=torch.int64, device=self._device)
+
+    @cached_property
+    def failed(self) -> Tensor:
+        return torch.zeros(self.sequences, dtype=torch.bool, device=self._device)
+
+    @cached_property
+    def verified(self) -> Tensor:
+        return torch.full((self.sequences, self.num_drafts), -1, dtype=torch.int64, device=self._device)
+
+    @cached_property
+    def drafts(self) -> Tensor:
+        return torch.full((self.sequences, self.num_drafts), -1, dtype=torch.int64, device=self._device)
+
+    @cached_property
+    def confidences(self) -> Tensor:
+        return torch.zeros(self.sequences, self.num_drafts, device=self._device)
+
+    @cached_property
+    def scores(self) -> Tensor:
+        return torch.zeros(self.sequences, self.width, device=self._device)
+
+    @cached_property
+    def estimates(self) -> Tensor:
+        return torch.zeros(self.sequences, self.width, device=self._device)
+
+    def put_sampled(self, sequences: Tensor | None, chosen: Sampled) -> None:
+        """One token for each of `sequences` int64 [R]; None: for each of all."""
+        if sequences is None and self.width == 1:
+            self.tokens, self.failed = chosen.tokens, chosen.failed
+            self.emitted, self.scores = chosen.tokens[:, None], chosen.scores.tokens[:, None]
+            self._put_top(slice(None), 0, chosen.scores)
+            return
+        rows = slice(None) if sequences is None else sequences
+        self.tokens[rows] = chosen.tokens
+        self.emitted[rows, 0] = chosen.tokens
+        self.failed[rows] = chosen.failed
+        self.scores[rows, 0] = chosen.scores.tokens
+        self._put_top(rows, 0, chosen.scores)
 
     def put_verified(self, sequences: Tensor, drafts: Tensor, ids: Tensor, verified: Verified) -> None:
         """Rows of R sequences: drafts int64 [R] of each, then one; ids int64 [Q] the verified drafts, -1 in last rows."""

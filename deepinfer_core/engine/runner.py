@@ -289,7 +289,7 @@ class Runner:
         assert handle.inputs is not None
         if not drafts.any():
             chosen = self.sampler.sample(logits, batch)
-            outputs.put_sampled(slice(None) if len(sampled) == len(handle.plan.requests) else self._upload(sampled), chosen)
+            outputs.put_sampled(None if len(sampled) == len(handle.plan.requests) else self._upload(sampled), chosen)
             return
         starts = np.cumsum(handle.rows) - handle.rows
         verify = np.concatenate([np.append(np.arange(starts[s] + 1, starts[s] + 1 + d), -1) for s, d in zip(sampled, drafts, strict=True)])

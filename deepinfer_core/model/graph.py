@@ -54,7 +54,7 @@ class ForwardResult:
     """Streams after the last layer. Rows are the kept rows (`StepBatch.kept`) of the step."""
 
     hidden: Tensor  # [T, D] activation dtype: collapsed, before the final norm
-    features: Tensor | None  # [T, targets*D]: the drafter's input; None without target layers
+    features: Tensor | None  # [T, targets*D]: the drafter's input; None without drafter
 
 
 class Model:
@@ -63,7 +63,9 @@ class Model:
     def __init__(self, config: TextConfig, kernels: Kernels, weights: ModelWeights, max_positions: int) -> None:
         self.config, self.kernels, self.weights = config, kernels, weights
         self.rope = {compressed: rope_table(config, max_positions, compressed).to(kernels.device) for compressed in (False, True)}
-        self._boundary, self._targets = config.boundary, frozenset(config.dspark_target_layer_ids)
+        self._boundary = config.boundary
+        self._targets = frozenset(config.dspark_target_layer_ids if weights.drafter is not None else ())
+        self._head_scale = torch.full((1,), config.index_head_dim**-0.5 * config.index_n_heads**-0.5, device=kernels.device)
         self._first_stream = torch.zeros(config.hc_mult, device=kernels.device)
         self._first_stream[:1] = 1.0
 
@@ -172,8 +174,7 @@ class Model:
         k, c = self.kernels, self.config
         assert shared.keys is not None
         iq = k.index_query(query.view(-1, c.index_n_heads, c.index_head_dim), rope)
-        constant = c.index_head_dim**-0.5 * c.index_n_heads**-0.5
-        head_weights = k.linear(x, weights.attn.weights_proj).float() * constant
+        head_weights = k.linear(x, weights.attn.weights_proj) * self._head_scale  # float32
         emit = CandidateSpec(c.candidate_topk_blocks, c.candidate_block_size) if spec.is_candidate_source else None
         selection = k.select_entries(
             iq,

@@ -112,14 +112,14 @@ def host_batch(requests: Sequence[RequestRows]) -> HostBatch:
 
 def device_batch(host: HostBatch, device: dict[str, Any], row_stride: int = ROW_STRIDE) -> SamplingBatch:
     """The batch, from `host.arrays` on the device."""
-    floats, ints = device["floats"], device["ints"]
-    settings = SamplingRows(floats[0], device["top_k"], floats[2], floats[3], any_filtered=host.filtered, any_greedy=host.greedy > 0)
+    (seeds, draft_seeds, base), (temperature, score_temperature, top_p, min_p) = device["ints"].unbind(0), device["floats"].unbind(0)
+    settings = SamplingRows(temperature, device["top_k"], top_p, min_p, any_filtered=host.filtered, any_greedy=host.greedy > 0)
     return SamplingBatch(
         settings=settings,
-        scores=settings._replace(temperature=floats[1], any_greedy=False),
-        seeds=ints[0],
-        draft_seeds=ints[1],
-        base=ints[2],
+        scores=settings._replace(temperature=score_temperature, any_greedy=False),
+        seeds=seeds,
+        draft_seeds=draft_seeds,
+        base=base,
         request=device.get("request"),
         row=device.get("row"),
         first_row=device.get("first_row"),
