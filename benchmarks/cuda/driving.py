@@ -30,8 +30,8 @@ class SkippedStep(StepHandle):
     def wait(self) -> StepResult:
         count = len(self.plan.requests)
         tokens = np.random.default_rng(self.plan.step).integers(3, 500, (count, 1))
-        scores = [TokenScores(np.zeros(1, np.float32), None, None) for _ in range(count)]
-        return StepResult(tokens, np.ones(count, np.int64), payload=StepPayload(list(scores), {}, None))
+        scores = TokenScores(np.zeros((count, 1), np.float32), None, None)
+        return StepResult(tokens, np.ones(count, np.int64), payload=StepPayload(scores, {}, None))
 
 
 class SkippedPrefill(Runner):

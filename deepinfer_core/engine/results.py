@@ -38,7 +38,7 @@ class StepPayload:
     @cached_property
     def _logprobs(self) -> list[list[float]]:
         """`scores.tokens`, taken apart at once."""
-        return self.scores.tokens.tolist()
+        return np.asarray(self.scores.tokens).tolist()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ Array = Any
 class Arrays(Protocol):
     """Functions of one library. Results are int32 unless said otherwise."""
 
-    none: Array  # []: -1
+    @property
+    def none(self) -> Array:
+        """[]: -1."""
 
     def of(self, tensor: Tensor) -> Array:
         """The same memory as an array of the library."""
@@ -35,11 +37,8 @@ class Arrays(Protocol):
     def int64(self, array: Array) -> Array:
         """`array` as int64."""
 
-    def where(self, condition: Array, yes: Array, no: Array | int) -> Array:
+    def chosen(self, condition: Array, yes: Array, no: Array | int) -> Array:
         """Elementwise choice, of the arrays' type."""
-
-    def maximum(self, a: Array, b: Array) -> Array:
-        """Elementwise, of the arrays' type."""
 
     def joined(self, arrays: list[Array], axis: int) -> Array:
         """Arrays of one type behind each other."""
@@ -56,8 +55,6 @@ class Arrays(Protocol):
 
 class TorchArrays:
     """Torch on `device`; nothing waits for it."""
-
-    where, maximum, joined = staticmethod(torch.where), staticmethod(torch.maximum), staticmethod(torch.cat)
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -78,6 +75,12 @@ class TorchArrays:
     def int64(self, array: Tensor) -> Tensor:
         return array.long()
 
+    def chosen(self, condition: Tensor, yes: Tensor, no: Tensor | int) -> Tensor:
+        return torch.where(condition, yes, no)
+
+    def joined(self, arrays: list[Tensor], axis: int) -> Tensor:
+        return torch.cat(arrays, axis)
+
     def reversed(self, array: Tensor) -> Tensor:
         return array.flip(1)
 
@@ -91,7 +94,6 @@ class TorchArrays:
 class NumpyArrays:
     """Numpy on the memory of CPU tensors."""
 
-    where, maximum, joined = staticmethod(np.where), staticmethod(np.maximum), staticmethod(np.concatenate)
     none = np.int32(-1)
 
     def of(self, tensor: Tensor) -> np.ndarray:
@@ -108,6 +110,12 @@ class NumpyArrays:
 
     def int64(self, array: np.ndarray) -> np.ndarray:
         return array.astype(np.int64)
+
+    def chosen(self, condition: np.ndarray, yes: np.ndarray, no: np.ndarray | int) -> np.ndarray:
+        return np.where(condition, yes, no)
+
+    def joined(self, arrays: list[np.ndarray], axis: int) -> np.ndarray:
+        return np.concatenate(arrays, axis)
 
     def reversed(self, array: np.ndarray) -> np.ndarray:
         return array[:, ::-1]

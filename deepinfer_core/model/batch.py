@@ -122,7 +122,7 @@ class _Rows(NamedTuple):
             found = self.xp.joined([rings[:, :-1], (self.row + slots * ring)[:, None]], 1)
         else:
             here = seen + (self.row - self.positions + slots * ring)[:, None]
-            found = self.xp.where(seen >= self.start[:, None], here, rings)
+            found = self.xp.chosen(seen >= self.start[:, None], here, rings)
         return seen, found, rings[:, -1]
 
 
@@ -159,8 +159,8 @@ def _row_meta(g: BatchGeometry, rows: _Rows) -> RowMeta:
     return RowMeta(
         positions=xp.tensor(xp.int64(rows.positions)),
         sequence=xp.tensor(rows.sequence),
-        window_index=xp.tensor(xp.where(seen >= rows.valid_start[:, None].clip(min=0), found, xp.none)),
-        window_slots=xp.tensor(xp.where(rows.newest(g.ring), ring, xp.none)),
+        window_index=xp.tensor(xp.chosen(seen >= rows.valid_start[:, None].clip(min=0), found, xp.none)),
+        window_slots=xp.tensor(xp.chosen(rows.newest(g.ring), ring, xp.none)),
         visible=visible,
     )
 
@@ -185,15 +185,15 @@ def _entry_meta(g: BatchGeometry, r: int, block_table: Array, rows: _Rows, meta:
     writes = (p >= rows.write_start) & rows.real
     slot = rows.pages(block_table, entry // n) * n + entry % n
     if r == 1:
-        return EntryMeta(xp.tensor(xp.where(writes, slot, xp.none)), meta.positions, None)
+        return EntryMeta(xp.tensor(xp.chosen(writes, slot, xp.none)), meta.positions, None)
     completes = (p + 1) % r == 0
     _, found, ring = rows.addresses(r, g.compressor_ring, g.state_slots)
     return EntryMeta(
-        slots=xp.tensor(xp.where(completes & writes, slot, xp.none)),
+        slots=xp.tensor(xp.chosen(completes & writes, slot, xp.none)),
         positions=xp.tensor(xp.int64((p - (r - 1)) * completes)),
         rows=CompressorRows(
-            xp.tensor(xp.where(completes[:, None], found, xp.none)),
-            xp.tensor(xp.where(rows.newest(g.compressor_ring), ring, xp.none)),
+            xp.tensor(xp.chosen(completes[:, None], found, xp.none)),
+            xp.tensor(xp.chosen(rows.newest(g.compressor_ring), ring, xp.none)),
         ),
     )
 
@@ -207,5 +207,5 @@ def _ngrams(s: SequenceInputs, rows: _Rows, token_map: Tensor, pad_id: int, size
     else:
         back, total, offset = xp.arange(0, size), len(s.tokens), rows.offset[:, None]
         told = total + (rows.sequence * (size - 1) + size - 1)[:, None] + offset
-        ids = xp.joined([tokens, history.reshape(-1)], 0)[xp.where(offset >= back, rows.row[:, None], told) - back]
-    return xp.tensor(xp.where(ids >= 0, xp.of(token_map)[ids.clip(min=0)], pad_id))
+        ids = xp.joined([tokens, history.reshape(-1)], 0)[xp.chosen(offset >= back, rows.row[:, None], told) - back]
+    return xp.tensor(xp.chosen(ids >= 0, xp.of(token_map)[ids.clip(min=0)], pad_id))
