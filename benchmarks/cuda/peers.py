@@ -137,6 +137,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=400.0, help="no measurement begins later than this")
     options = parser.parse_args()
     start, out = time.monotonic(), Path(os.environ.get("OUT", "."))
+    os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
     chosen = (tuple(options.only.split(",")), tuple(int(count) for count in options.rows.split(",")), options.ops)
     if options.jobs:
         compile_kernels(chosen, options.jobs, options.compile_seconds)
