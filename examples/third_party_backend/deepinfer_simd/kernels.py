@@ -64,8 +64,10 @@ class SimdKernels(_AttentionOps, _IndexOps, _StoreOps, _EngramOps, _ExpertOps):
         return y
 
     def hc_pre(self, streams: Tensor, pre: Tensor, weights: HcWeights, norm_weight: Tensor, constants: HcConstants) -> HcInput:
-        streams, pre = dense_rows(streams), pre.contiguous()
         rows, m, dim = streams.shape
+        if m * dim % 16:
+            return super().hc_pre(streams, pre, weights, norm_weight, constants)
+        streams, pre = dense_rows(streams), pre.contiguous()
         x = torch.empty(rows, dim, dtype=self._dtype)
         quantized = torch.empty(rows, dim) if self._bf16 else x
         new_pre, post, comb = torch.empty(rows, m), torch.empty(rows, m), torch.empty(rows, m, m)

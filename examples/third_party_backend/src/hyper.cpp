@@ -60,16 +60,17 @@ void sinkhorn_of_four(float* place, int64_t iterations, float eps) {
     put_all(place, c);
 }
 
-// y[r * y_stride + i] = row r . weight row i for R rows and N weight rows. Which R and N a sum is computed with changes no addition.
+// y[r * y_stride + i] = row r . weight row i for R rows and N weight rows, `size` a multiple of 16. Which R and N a sum is computed with
+// changes no addition.
 template <int R, int N>
 inline void dot(const float* weight, int64_t size, const float* rows, float* y, int64_t y_stride) {
     static_assert(R * N <= LANES);
     F sums[LANES] = {};
     for (int64_t k = 0; k < size; k += LANES) {
         F x[R];
-        for (int r = 0; r < R; r++) x[r] = get(rows + r * size + k, size - k);
+        for (int r = 0; r < R; r++) x[r] = widen(rows + r * size + k);
         for (int i = 0; i < N; i++) {
-            const F w = get(weight + i * size + k, size - k);
+            const F w = widen(weight + i * size + k);
             for (int r = 0; r < R; r++) sums[r * N + i] = fma(w, x[r], sums[r * N + i]);
         }
     }
@@ -134,14 +135,14 @@ void mix_rows(const Coefficients& c, const T* streams, int64_t stride, int64_t c
     mixes.resize(TILE * outputs);
     for (int64_t t = 0; t < count; t++) {
         float* row = flat.data() + t * size;
-        for (int64_t i = 0; i < size; i += LANES) put(row + i, get(streams + t * stride + i, size - i), size - i);
+        for (int64_t i = 0; i < size; i += LANES) put_all(row + i, widen(streams + t * stride + i));
     }
     multiply(c.fn, outputs, size, flat.data(), count, mixes.data());
     for (int64_t t = 0; t < count; t++) {
         const float *mix = mixes.data() + t * outputs, *row = flat.data() + t * size;
         F squares = {};
         for (int64_t i = 0; i < size; i += LANES) {
-            const F v = get(row + i, size - i);
+            const F v = widen(row + i);
             squares = fma(v, v, squares);
         }
         const float rstd = 1.0f / std::sqrt(total(squares) / size + c.norm_eps);
@@ -191,7 +192,7 @@ void post_rows(const T* streams, int64_t stride, const T* y, int64_t y_stride, c
 
 }  // namespace
 
-// `quantized` is null where quantisation is the identity.
+// `quantized` is null where quantisation is the identity. m * dim is a multiple of 16.
 OP(simd_hc_pre, const void* streams, int64_t bf16, int64_t stride, const float* old_pre, const float* fn, const float* base,
    const float* scale, const Bf16* norm_weight, double norm_eps, double hc_eps, int64_t iterations, int64_t rows, int64_t m, int64_t dim,
    void* x, float* quantized, float* pre, float* post, float* comb, int64_t threads) {

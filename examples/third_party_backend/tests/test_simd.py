@@ -11,8 +11,9 @@ from deepinfer_simd import _library
 from deepinfer_simd.backend import SimdBackend
 from deepinfer_simd.tensors import owns_rows
 
+from deepinfer_backends.cpu_ref import ReferenceKernels
 from deepinfer_core.backend import Numerics
-from deepinfer_core.backend.types import ExpertTensors, QuantTensor, Routing
+from deepinfer_core.backend.types import ExpertTensors, HcConstants, HcWeights, QuantTensor, Routing
 from deepinfer_core.errors import BackendError
 
 
@@ -123,6 +124,17 @@ def test_more_streams_than_fit_go_to_the_reference(kernels):
     post, comb = torch.rand(2, m), torch.rand(2, m, m)
     want = post[:, :, None] * y.float()[:, None] + torch.einsum("tjk,tjd->tkd", comb, streams.float())
     torch.testing.assert_close(kernels.hc_post(streams, y, post, comb).float(), want, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize(("m", "dim"), [(3, 40), (3, 48), (4, 8)])
+def test_streams_of_other_numbers_and_sizes(m, dim):
+    torch.manual_seed(4)
+    kernels, reference = SimdBackend().kernels("", Numerics.IDEAL), ReferenceKernels(torch.device("cpu"), Numerics.IDEAL)
+    mixes = m * (m + 2)
+    weights = HcWeights(torch.randn(mixes, m * dim) / dim, torch.randn(mixes), torch.ones(3))
+    args = (torch.randn(11, m, dim), torch.rand(11, m), weights, torch.ones(dim).bfloat16(), HcConstants(1e-6, 1e-6, 20))
+    for got, want in zip(kernels.hc_pre(*args), reference.hc_pre(*args), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_a_nan_stays_visible(kernels):
