@@ -1,4 +1,4 @@
-"""Times every native op of `cpu_simd` against the reference, both in one run: `python benchmark.py [--ops PATTERN] [--threads N]`.
+"""Times every native op of `cpu_simd` against the reference, both in one run: `python -P benchmark.py [--ops PATTERN] [--threads N]`.
 
 Sizes: `small`, the decode step of the checkpoint that ships with the core; `decode-1`, `decode-64` and `prefill-256`, the released
 model's dimensions. Inputs are the conformance suite's. A time is the best of at least five calls, the two backends in turn: what else
