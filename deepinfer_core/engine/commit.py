@@ -192,7 +192,7 @@ class Committer:
         stats, most = self.ledger.stats, self.limits.num_draft_tokens
         stats.output_tokens += int(kept.sum())
         query_len = plan.query_len if result.query_len is None else result.query_len
-        stats.wasted_rows += int(query_len[~live].sum())
+        stats.wasted_rows += int(query_len @ ~live)
         if most:
             decoding = live & ~plan.is_prefill
             stats.verified += _at_least(query_len[decoding] - 1, most)

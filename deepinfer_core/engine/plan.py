@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,6 +74,11 @@ class StepPlan:
         for value in vars(self).values():
             if isinstance(value, np.ndarray):
                 value.setflags(write=False)
+
+    @cached_property
+    def has_prefill(self) -> bool:
+        """Whether it holds prompt rows."""
+        return bool(self.is_prefill.any())
 
     @property
     def num_sequences(self) -> int:

@@ -162,7 +162,7 @@ class Runner:
             assert previous.device is not None
             last = previous.device
         size = None
-        if self.graphs is not None and not plan.is_prefill.any():
+        if self.graphs is not None and not plan.has_prefill:
             size = self.graphs.size_for(len(plan.tokens))
         handle.bucket = size
         if size is not None and self.graphs is not None:
@@ -170,7 +170,7 @@ class Runner:
             return {}
         own = StepSize.of(plan)
         inputs = unpacked(self._upload(packed(plan, own)), own)
-        one_row = query_len is None and own.rows == own.sequences and not plan.is_prefill.any()
+        one_row = query_len is None and own.rows == own.sequences and not plan.has_prefill
         handle.inputs = completed(inputs, last, query_len, one_row)
         sequences = handle.inputs.sequences
         truncation = self._truncation(plan, inputs.keep_from, sequences.query_len)
@@ -231,7 +231,7 @@ class Runner:
         """
         plan = handle.plan
         start = plan.start.astype(np.int64)
-        if accepted is not None:
+        if accepted is not None and self.nextn:
             late = plan.remap >= 0
             start = np.where(late, start - (plan.pending_drafts - accepted[plan.remap.clip(0)]), start)
         sampled = plan.sample.nonzero()[0]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +35,21 @@ class StepCost:
         return self.forward + self.sample
 
 
+class _HostSpan:
+    """A part of the host's work while it runs. A class of its own: steps enter many, and a generator costs more."""
+
+    __slots__ = ("_begin", "_name", "_times")
+
+    def __init__(self, times: StepTimes, name: str) -> None:
+        self._times, self._name = times, name
+
+    def __enter__(self) -> None:
+        self._begin = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self._times.add(self._name, self._begin, time.perf_counter())
+
+
 @dataclass
 class StepTimes:
     """Collects step costs; with `record_timeline` also every span of host and device work."""
@@ -52,17 +65,17 @@ class StepTimes:
         self.timeline = []
         self._origin = (origin, time.perf_counter() * 1e6)
 
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Times a part of the host's work."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            end = time.perf_counter()
-            self.host.setdefault(name, deque(maxlen=WINDOW)).append(1e3 * (end - begin))
-            if self.timeline is not None:
-                self.timeline.append(_span(name, HOST, begin * 1e6, (end - begin) * 1e6))
+    def span(self, name: str) -> _HostSpan:
+        """A context that times a part of the host's work."""
+        return _HostSpan(self, name)
+
+    def add(self, name: str, begin: float, end: float) -> None:
+        """Takes a part of the host's work; seconds of the host's clock."""
+        if name not in self.host:
+            self.host[name] = deque(maxlen=WINDOW)
+        self.host[name].append(1e3 * (end - begin))
+        if self.timeline is not None:
+            self.timeline.append(_span(name, HOST, begin * 1e6, (end - begin) * 1e6))
 
     def finish(self, handle: StepHandle, output_tokens: int) -> StepCost:
         """Takes the device times of a finished step. `output_tokens`: generated before it."""
@@ -73,7 +86,7 @@ class StepTimes:
             sequences=len(plan.requests),
             forward=forwarded.milliseconds_since(start),
             sample=done.milliseconds_since(sampling),
-            decodes=not plan.is_prefill.any(),
+            decodes=not plan.has_prefill,
             ended=time.perf_counter(),
             output_tokens=output_tokens,
         )

@@ -97,7 +97,7 @@ class Model:
     def enter(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Initial streams [T, m, D] (the embedding in each) and `pre` [T, m] (the first stream) of tokens int64 [T]."""
         streams = self.kernels.embed(tokens, self.weights.embed)[:, None].expand(-1, self.config.hc_mult, -1).contiguous()
-        return streams, self._first_stream.repeat(len(tokens), 1)
+        return streams, self._first_stream.expand(tokens.shape[0], -1).contiguous()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [Q, V] of collapsed hidden states [Q, D]."""
