@@ -67,17 +67,17 @@ class DecodePlanner:
     def _spread(self, rows: np.ndarray, available: np.ndarray, in_flight: np.ndarray) -> tuple[np.ndarray, int]:
         if self.gauge is None or self.cost is None or not available.any():
             return available, -1
-        table = self.ledger.table
+        table, flying = self.ledger.table, np.count_nonzero(in_flight)
         exists = np.arange(self.limits.num_draft_tokens) < available[:, None]
         rates = table.rates.take(rows, axis=0)
-        known = rates if in_flight.all() else np.where(in_flight[:, None], rates, table.previous_rates.take(rows, axis=0))
+        known = rates if flying == len(rows) else np.where(in_flight[:, None], rates, table.previous_rates.take(rows, axis=0))
         newest = _survival(rates, exists, self.gauge.mean)
         older = newest if known is rates else _survival(known, exists, self.gauge.mean)
         unknown = np.isnan(known)
         self.gauge.learn(known[~unknown.any(axis=1)] if unknown.any() else known)
         budget = plan_budget(older, self.cost) - len(rows)
         drafts = np.minimum(allocate_drafts(newest, budget), available)
-        return drafts, int(drafts.sum()) if in_flight.any() else -1
+        return drafts, int(drafts.sum()) if flying else -1
 
     def _grow(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """Gives each row pages for positions below its end, preempting if needed. Returns the indices of rows that still run."""

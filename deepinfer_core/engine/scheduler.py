@@ -141,7 +141,7 @@ class Scheduler:
         self._steps += 1
         self._decode_steps = 0 if kind is StepKind.PREFILL else self._decode_steps + 1
         self._uncommitted.append(plan)
-        self._count(decode, chunks)
+        self._count(decode, chunks, plan.num_rows)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepUpdates:
@@ -241,11 +241,12 @@ class Scheduler:
             return StepKind.PREFILL, decode, self._prefill.select(limits.max_num_batched_tokens)
         return StepKind.DECODE, decode, []
 
-    def _count(self, decode: DecodeRows, chunks: list[Chunk]) -> None:
+    def _count(self, decode: DecodeRows, chunks: list[Chunk], rows: int) -> None:
         ledger = self._ledger
         stats = ledger.stats
         stats.steps += 1
         stats.decode_requests += len(decode.rows)
-        stats.decode_rows += decode.num_rows
-        stats.prefill_tokens += sum(chunk.count for chunk in chunks)
+        prefill = sum(chunk.count for chunk in chunks)
+        stats.decode_rows += rows - prefill
+        stats.prefill_tokens += prefill
         stats.running, stats.waiting, stats.used_pages = ledger.num_running, ledger.num_waiting, ledger.pages.used

@@ -89,7 +89,8 @@ class DraftingGauge:
     def learn(self, survival: np.ndarray) -> None:
         """Takes survivals [n, D] of drafts, made before those in flight."""
         if len(survival):
-            self.mean += (survival.sum(axis=0) / len(survival) - self.mean) * len(survival) / (len(survival) + self._blocks)
+            total = np.ones(len(survival)) @ survival  # numpy is slow in summing short rows
+            self.mean += (total / len(survival) - self.mean) * len(survival) / (len(survival) + self._blocks)
             self._blocks = min(self._blocks + len(survival), self.MEMORY)
 
     def decide(self, requests: int) -> bool:
@@ -122,7 +123,7 @@ class ProfiledCost:
         self._steps: deque[tuple[int, float]] = deque(maxlen=self.STEP_WINDOW)
         self._residuals: list[list[float]] = [[] for _ in self._base]  # those of `_steps`, by bucket, ascending
         self._sampler = [defaultdict[int, deque[float]](lambda: deque(maxlen=self.SAMPLER_WINDOW)) for _ in (False, True)]  # drafted?
-        self._times: np.ndarray | None = None  # of a step in each bucket, then inf; None: to be computed
+        self._times: np.ndarray | None = None  # of steps of each number of rows, then inf; None: to be computed
 
     @property
     def slope(self) -> float:
@@ -166,8 +167,8 @@ class ProfiledCost:
 
     def _forward_ms(self, rows: np.ndarray, requests: int) -> np.ndarray:
         if self._times is None:
-            self._times = np.append(self._base + self.slope * self._sizes, np.inf)
-        return self._times.take(self._bucket.take(rows, mode="clip"))
+            self._times = np.append(self._base + self.slope * self._sizes, np.inf).take(self._bucket)
+        return self._times.take(rows, mode="clip")
 
 
 class EagerCost(ProfiledCost):
