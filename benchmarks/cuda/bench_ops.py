@@ -1,6 +1,6 @@
 """Times every op of the NVIDIA backend at the released model's dimensions, beside ceilings measured in the same run.
 
-    PYTHONPATH=tests/cuda python3 benchmarks/cuda/bench_ops.py [--seconds 400] [--rows 1,8,64,8192] [--ops PATTERN] [--invariant]
+    PYTHONPATH=tests/cuda python3 benchmarks/cuda/bench_ops.py [--seconds 400] [--rows 1,8,64,8192] [--ops linear,moe] [--invariant]
 
 Each op is captured in a CUDA graph; `cold` is one replay after the L2 cache was overwritten, `warm` the mean of replays in a row. Writes
 $OUT/bench_ops.jsonl as results come, $OUT/bench_ops.md at the end (bench_ops_invariant with --invariant: the batch-invariant mode).
@@ -152,12 +152,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=400.0)
     parser.add_argument("--rows", default="1,8,64,8192")
-    parser.add_argument("--ops", default="")
+    parser.add_argument("--ops", default="", help="ops whose name contains one of these words")
     parser.add_argument("--invariant", action="store_true")
     parser.add_argument("--kernels", action="store_true", help="also the time of each kernel of an op")
     options = parser.parse_args()
     start, out = time.monotonic(), Path(os.environ.get("OUT", "."))
-    rows = [int(r) for r in options.rows.split(",")]
+    rows, wanted = [int(r) for r in options.rows.split(",")], options.ops.split(",")
     print(f"{precompile(tuple(('released', r) for r in rows))} kernels compiled after {time.monotonic() - start:.0f} s", flush=True)
     device = torch.device("cuda:0")
     kernels, flush = CudaKernels(device, batch_invariant=options.invariant), torch.empty(1 << 28, dtype=torch.uint8, device=device)
@@ -177,7 +177,7 @@ def main() -> None:
                 late = time.monotonic() - start > options.seconds
                 if (
                     late
-                    or options.ops not in case.op
+                    or not any(word in case.op for word in wanted)
                     or (count > SAMPLED_ROWS and case.op in ("log_probs", "verify", "sample", "markov_logits"))
                 ):
                     continue

@@ -155,7 +155,7 @@ def ops(folder: Folder) -> str:
         f"Copy {limits['copy'] / 1e12:.2f} TB/s, bf16 product {limits['product'] / 1e12:.0f} TFLOP/s, an empty graph "
         f"{limits['empty_us']:.1f} us. Cold: the L2 cache was overwritten before. Shares are of copy bandwidth (bytes that must move) and "
         "of the product rate; `sparse_attention` counts half of the selected keys, which is what its rows have. Last columns: "
-        "`DEEPINFER_BATCH_INVARIANT=1`, cold, and its cost.\n",
+        "`DEEPINFER_BATCH_INVARIANT=1`, cold, and its cost, for ops whose code differs in that mode.\n",
         "| rows | op | cold us | warm us | of copy | of product | invariant us | cost |\n|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
     for entry in entries:
