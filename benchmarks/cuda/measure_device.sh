@@ -41,7 +41,7 @@ correctness() {
 ops() {
     run 110 bench_ops python3 benchmarks/cuda/bench_ops.py --seconds 90
     # Only ops whose code differs in that mode.
-    run 70 bench_ops_invariant python3 benchmarks/cuda/bench_ops.py --invariant --seconds 50 --ops linear,attention,hc_pre,moe,select
+    run 70 bench_ops_invariant python3 benchmarks/cuda/bench_ops.py --invariant --seconds 50 --ops linear,attention,hc_pre,moe
 }
 
 peers() {
