@@ -42,7 +42,8 @@ class SimdWeight:
 class _LinearOps(ReferenceKernels):
     def prepare_linear(self, parts: Sequence[QuantTensor]) -> Weight:
         values = torch.cat([part.weight for part in parts])
-        scales = None if parts[0].scale is None else torch.cat([part.scale.view(torch.uint8) for part in parts])
+        stored = [part.scale.view(torch.uint8) for part in parts if part.scale is not None]
+        scales = torch.cat(stored) if stored else None
         if values.dtype is torch.float8_e4m3fn and _has_nan(values):  # the packed format has none
             values, scales = torch.cat([quant.decode_weight(*part) for part in parts]), None
         outputs, columns = values.shape
