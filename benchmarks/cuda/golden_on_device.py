@@ -76,13 +76,18 @@ def compare_tokens(backend: str, device: str) -> list[dict[str, Any]]:
     return rows
 
 
-def divergences(expected: Tensor, logits: Tensor) -> dict[str, float]:
-    """Statistics of two sets of logits [n, V]: mean KL, mean absolute difference, share of equal argmax."""
+def divergences(expected: Tensor, logits: Tensor) -> dict[str, float | int]:
+    """Statistics of two sets of logits [n, V]: mean KL, mean absolute difference, share of equal argmax: of all, and where it is sure."""
     p, q = expected.log_softmax(-1), logits.log_softmax(-1)
+    same = expected.argmax(-1) == logits.argmax(-1)
+    best = expected.topk(2, -1).values
+    sure = best[:, 0] - best[:, 1] > SURE
     return {
         "mean KL": float((p.exp() * (p - q)).sum(-1).mean()),
         "mean absolute difference": float((logits - expected).abs().mean()),
-        "argmax agreement": float((expected.argmax(-1) == logits.argmax(-1)).float().mean()),
+        "argmax agreement": float(same.float().mean()),
+        "sure positions": int(sure.sum()),
+        "equal there": int(same[sure].sum()),
     }
 
 
@@ -189,6 +194,6 @@ COMPARISONS = {
     "compare_graphs": "Greedy tokens with graphs against eager steps.",
     "compare_batches": "Last logits of four prompts alone against together.",
     "compare_tokens": "Greedy tokens against cpu_ref; margin: logit of the reference's choice above the backend's at the first difference.",
-    "compare_logits": "Logits.",
+    "compare_logits": "Logits of the prompts. Sure: margin above 1 in the first of the pair.",
 }
 """Every comparison with its caption, the most telling first."""

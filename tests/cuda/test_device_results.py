@@ -123,6 +123,9 @@ def session(tmp_path):
     report.append(case | {"status": "unsupported", "message": "no such format"})
     (tmp_path / "conformance_ops.json").write_text(json.dumps({"results": report}))
     (tmp_path / "conformance_model.status").write_text("124\n")
+    forced = {"prompt": "p1", "sure": 10, "equal where sure, one step": 10, "equal where sure, token by token": 9}
+    golden = {"machine": {}, "errors": {}, "compare_forced": [forced], "compare_ideal": [{"prompt": "p1", "tokens": 24, "equal": 24}]}
+    (tmp_path / "golden.json").write_text(json.dumps(golden))
     return tmp_path
 
 
@@ -133,6 +136,8 @@ def test_the_page_says_what_was_met_what_was_missed_and_what_was_not_run(session
     for text in (
         "memory-bound ops at 8 rows, at least 70% of copy: 1 of 2 meet it. Missed: hc_post 50%.",
         "moe at 8192 rows, at least 50% of the product rate: 55%, met.",
+        "equal at 10 (one step) and 9 (token by token) of the 10 positions",
+        "ideal numerics (the reference's ops on this GPU): 24 of 24 equal.",
         "conformance, ops | 1 passed, 1 failed, 1 unsupported, 0 skipped",
         "conformance, model | **stopped by its time limit**",
         "conformance, engine | not run",
