@@ -1,6 +1,6 @@
 """Caches in their byte formats: window keys, compressed entries, index keys; the compressor; index queries.
 
-One program handles one vector, as even and odd elements (see `numeric`).
+One program handles one vector (of index queries: a few), as even and odd elements (see `numeric`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer_backends.cuda_sm100.launch import launch, power_of_two
+from deepinfer_backends.cuda_sm100.launch import ceil_div, launch, power_of_two
 from deepinfer_backends.cuda_sm100.numeric import bf16, e2m1_code, e2m1_value, fp4_exponent, fp8_exponent, fp8_round, rope_angles, rotated
 from deepinfer_backends.cuda_sm100.numeric import power_of_two as exact_power
 from deepinfer_core.backend.formats import CacheFormat
 from deepinfer_core.backend.types import CompressorRing, CompressorRows, IndexQuery, PagedEntries, Rope, WindowRing
 
+_HEADS = 8  # heads of one program of `index_query`
 FORMATS = {CacheFormat.FP8: 0, CacheFormat.FP4: 1, CacheFormat.FP4_INDEX: 2}
 
 
@@ -147,24 +148,32 @@ def _store_kernel(
 
 @triton.jit
 def _index_query_kernel(
-    query, table, positions, values, scales, stride, head_stride, heads, dim, RD: tl.constexpr, P: tl.constexpr, SCALED: tl.constexpr
+    query, table, positions, values, scales, stride, head_stride, heads, dim, RD: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: rotated, on the FP4 grid; as bytes (SCALED) or as the bfloat16 values of the grid,
+    """HEADS heads of one row: rotated, on the FP4 grid; as bytes (SCALED) or as the bfloat16 values of the grid,
     the even ones first: keys are decoded that way."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    pair, pairs = tl.arange(0, P), dim // 2
-    even, odd = _load_pairs(query + row * stride + head * head_stride, pair, pairs)
+    row = tl.program_id(0).to(tl.int64)
+    head, pair, two, pairs = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, P), tl.arange(0, 2), dim // 2
+    real = (head < heads)[:, None] & (pair < pairs)[None, :]
+    at = query + row * stride + head[:, None, None] * head_stride + pair[None, :, None] * 2 + two[None, None, :]
+    even, odd = tl.split(tl.load(at, mask=real[:, :, None], other=0.0).to(tl.float32))
     cos, sin = rope_angles(table, tl.load(positions + row), pair, pairs - RD // 2, RD)
-    even, odd = rotated(even, odd, cos, sin)
-    at = row * heads + head
+    even, odd = rotated(even, odd, cos[None, :], sin[None, :])
+    amax = tl.max(tl.reshape(tl.maximum(tl.abs(even), tl.abs(odd)), (HEADS, P // 16, 16)), 2)
+    exponent = fp4_exponent(amax)
+    factor = tl.reshape(tl.broadcast_to(exact_power(exponent)[:, :, None], (HEADS, P // 16, 16)), (HEADS, P))
+    even, odd = e2m1_code(even, factor), e2m1_code(odd, factor)
+    vector = (row * heads + head)[:, None]
     if SCALED:
-        _store_encoded(even, odd, values + at * pairs, scales + at * (dim // 32), pair, pairs, P, 2)
+        tl.store(values + vector * pairs + pair[None, :], (even | (odd << 4)).to(tl.uint8), mask=real)
+        g = tl.arange(0, P // 16)
+        has_scale = (head < heads)[:, None] & (g * 16 < pairs)[None, :]
+        tl.store(scales + vector * (dim // 32) + g[None, :], exponent.to(tl.uint8), mask=has_scale)
     else:
-        factor = _spread(exact_power(fp4_exponent(_group_amax(even, odd, P, 16))), P, 16)
-        even = e2m1_value(e2m1_code(even, factor)) * factor
-        odd = e2m1_value(e2m1_code(odd, factor)) * factor
-        tl.store(values + at * dim + pair, even.to(tl.bfloat16), mask=pair < pairs)
-        tl.store(values + at * dim + pairs + pair, odd.to(tl.bfloat16), mask=pair < pairs)
+        first = values + vector * dim + pair[None, :]
+        tl.store(first, (e2m1_value(even) * factor).to(tl.bfloat16), mask=real)
+        tl.store(first + pairs, (e2m1_value(odd) * factor).to(tl.bfloat16), mask=real)
 
 
 @triton.jit
@@ -224,7 +233,7 @@ class CacheOps:
         out = torch.empty(rows, hd, dtype=torch.bfloat16, device=kv.device)
         launch(
             _window_key_kernel, (rows,), kv, norm_weight, eps, rope.table, rope.positions, out, kv.stride(0), hd,
-            warps=1 if hd <= 128 else 4, RD=rope.table.shape[1], P=power_of_two(hd // 2, 16),
+            warps=1, RD=rope.table.shape[1], P=power_of_two(hd // 2, 16),
         )  # fmt: skip
         return out
 
@@ -245,7 +254,7 @@ class CacheOps:
         table, positions, rd = (None, None, 2) if rope is None else (rope.table, rope.positions, rope.table.shape[1])
         launch(
             _store_kernel, (rows,), vectors, weight, eps, table, positions, slots, cache, vectors.stride(0), dim, *layout.numbers(),
-            warps=1 if dim <= 128 else 4, NORM=weight is not None, ROTATE=rope is not None, RD=rd, FORMAT=FORMATS[fmt],
+            warps=1, NORM=weight is not None, ROTATE=rope is not None, RD=rd, FORMAT=FORMATS[fmt],
             P=power_of_two(dim // 2, 16),
         )  # fmt: skip
 
@@ -256,8 +265,8 @@ class CacheOps:
         values = torch.empty(shape, dtype=torch.uint8 if scaled else torch.bfloat16, device=query.device)
         scales = torch.empty(rows, heads, dim // 32, dtype=torch.uint8, device=query.device) if scaled else None
         launch(
-            _index_query_kernel, (rows, heads), query, rope.table, rope.positions, values, scales, query.stride(0), query.stride(1), heads,
-            dim, warps=1, RD=rope.table.shape[1], P=power_of_two(dim // 2, 16), SCALED=scaled,
+            _index_query_kernel, (rows, ceil_div(heads, _HEADS)), query, rope.table, rope.positions, values, scales, query.stride(0),
+            query.stride(1), heads, dim, warps=1, RD=rope.table.shape[1], P=power_of_two(dim // 2, 16), HEADS=_HEADS, SCALED=scaled,
         )  # fmt: skip
         return IndexQueryRows(values, scales)
 

@@ -17,6 +17,7 @@ from deepinfer_core.backend.canonical import exp_table
 from deepinfer_core.backend.types import SamplingRows
 
 _BLOCK = 2048
+_DIGITS = (12, 10, 10)  # bits of a key, from the highest: the first digit splits octaves, so that few ids meet in one counter
 _UNLIMITED = tl.constexpr(1 << 62)
 _MASK = tl.constexpr(0xFFFFFFFF)
 _NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
@@ -78,31 +79,37 @@ def _mass_kernel(
 
 
 @triton.jit
-def _digit_kernel(logits, mass, prefix, masses, numbers, size, stride, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Adds each id that has the row's prefix to the mass and the number of its next 8 bits."""
+def _digit_kernel(
+    logits, mass, prefix, masses, numbers, top_k, top_p, size, stride,
+    SHIFT: tl.constexpr, BITS: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Adds each id that has the row's prefix to the mass and the number of its next BITS bits."""
     row = tl.program_id(0).to(tl.int64)
     found = tl.load(prefix + row)
+    if FIRST:
+        found = tl.where((tl.load(top_p + row) < 1.0) | (tl.load(top_k + row) > 0), 0, -1)
     if found >= 0:
         ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         key = _order(tl.load(logits + row * stride + ids, mask=ids < size, other=0.0))
-        counted = (ids < size) & ((key >> (SHIFT + 8)) == found)
-        digit = (key >> SHIFT) & 255
+        counted = (ids < size) & ((key >> (SHIFT + BITS)) == found)
+        digit = (key >> SHIFT) & ((1 << BITS) - 1)
         w = tl.load(mass + row * size + ids, mask=counted, other=0).to(tl.int64)
-        tl.atomic_add(masses + row * 256 + digit, w, mask=counted & (w > 0))
-        tl.atomic_add(numbers + row * 256 + digit, tl.full((BLOCK,), 1, tl.int32), mask=counted)
+        tl.atomic_add(masses + (row << BITS) + digit, w, mask=counted & (w > 0), sem="relaxed")
+        tl.atomic_add(numbers + (row << BITS) + digit, tl.full((BLOCK,), 1, tl.int32), mask=counted, sem="relaxed")
 
 
 @triton.jit
 def _pick_kernel(
-    prefix, above_mass, above_number, masses, numbers, top_k, top_p, ties, size, FIRST: tl.constexpr, LAST: tl.constexpr
+    prefix, above_mass, above_number, masses, numbers, top_k, top_p, ties, size,
+    BITS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """Extends the row's prefix by the digit where the order of ids is cut: the largest with which mass or number passes its limit."""
     row = tl.program_id(0).to(tl.int64)
     p, k = tl.load(top_p + row), tl.load(top_k + row)
     limit = tl.where(p < 1.0, (p * 2147483648.0).to(tl.int64), _UNLIMITED)
     count = tl.where(k > 0, k, size)
-    digit = tl.arange(0, 256)
-    m, n = tl.load(masses + row * 256 + digit), tl.load(numbers + row * 256 + digit)
+    digit = tl.arange(0, 1 << BITS)
+    m, n = tl.load(masses + (row << BITS) + digit), tl.load(numbers + (row << BITS) + digit)
     more_mass, more_number = tl.load(above_mass + row), tl.load(above_number + row)
     from_mass = more_mass + tl.sum(m, 0) - tl.cumsum(m, 0) + m
     from_number = more_number + tl.sum(n, 0) - tl.cumsum(n, 0) + n
@@ -115,7 +122,7 @@ def _pick_kernel(
     here = digit == best
     above = tl.sum(tl.where(here, from_mass - m, 0), 0)
     number = tl.sum(tl.where(here, from_number - n, 0), 0)
-    tl.store(prefix + row, tl.where(cut, found * 256 + best, -1))
+    tl.store(prefix + row, tl.where(cut, (found << BITS) + best, -1))
     tl.store(above_mass + row, above)
     tl.store(above_number + row, number)
     if LAST:
@@ -226,14 +233,17 @@ def _cut(logits: Tensor, rows: SamplingRows, sums: tuple[Tensor, Tensor, Tensor]
     padded = ceil_div(count, 4) * 4  # 16 bytes: tensors that are aligned alike need no second compilation
     prefix, above_mass = torch.zeros(2, padded, dtype=torch.int64, device=device)[:, :count]
     above_number, ties = torch.zeros(2, padded, dtype=torch.int32, device=device)[:, :count]
-    masses = torch.zeros(4, count, 256, dtype=torch.int64, device=device)
-    numbers = torch.zeros(4, count, 256, dtype=torch.int32, device=device)
-    for i, shift in enumerate((24, 16, 8, 0)):
+    shift = 32
+    for bits in _DIGITS:
+        first, shift = shift == 32, shift - bits
+        masses = torch.zeros(count, 1 << bits, dtype=torch.int64, device=device)
+        numbers = torch.zeros(count, 1 << bits, dtype=torch.int32, device=device)
         launch(
-            _digit_kernel, (count, blocks), logits, mass, prefix, masses[i], numbers[i], size, stride, warps=4, SHIFT=shift, BLOCK=_BLOCK
-        )
+            _digit_kernel, (count, blocks), logits, mass, prefix, masses, numbers, rows.top_k, rows.top_p, size, stride,
+            warps=4, SHIFT=shift, BITS=bits, FIRST=first, BLOCK=_BLOCK,
+        )  # fmt: skip
         launch(
-            _pick_kernel, (count,), prefix, above_mass, above_number, masses[i], numbers[i], rows.top_k, rows.top_p, ties, size,
-            warps=1, FIRST=i == 0, LAST=i == 3,
+            _pick_kernel, (count,), prefix, above_mass, above_number, masses, numbers, rows.top_k, rows.top_p, ties, size,
+            warps=4, BITS=bits, FIRST=first, LAST=shift == 0,
         )  # fmt: skip
     return prefix, ties

@@ -7,16 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepinfer_backends.cuda_sm100.activations import QuantizedRows
 from deepinfer_backends.cuda_sm100.launch import ceil_div, launch, power_of_two
 from deepinfer_core.backend.types import Weight
-
-
-@triton.jit
-def _add_kernel(base, product, out, size, stride, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.load(base + row * stride + c, mask=c < size) + tl.load(product + row * size + c, mask=c < size)
-    tl.store(out + row * size + c, total, mask=c < size)
 
 
 @triton.jit
@@ -40,12 +33,7 @@ class DraftOps:
     """The ops `markov_logits` and `confidence`."""
 
     def markov_logits(self, base: Tensor, previous: Tensor, embed: Tensor, head: Weight) -> Tensor:
-        product = self.linear(self.embed(previous, embed), head, torch.float32)  # type: ignore[attr-defined]
-        rows, size = product.shape
-        out = torch.empty_like(product)
-        block = min(1024, power_of_two(size))
-        launch(_add_kernel, (rows, ceil_div(size, block)), base, product, out, size, base.stride(0), warps=4, BLOCK=block)
-        return out
+        return self._product(QuantizedRows(self.embed(previous, embed), None), head, torch.float32, base=base)  # type: ignore[attr-defined]
 
     def confidence(self, hidden: Tensor, previous: Tensor, embed: Tensor, weight: Tensor, temperature: float) -> Tensor:
         rows, size = hidden.shape

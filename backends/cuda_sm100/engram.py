@@ -10,9 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer_backends.cuda_sm100.activations import QuantizedRows
-from deepinfer_backends.cuda_sm100.launch import launch, power_of_two
+from deepinfer_backends.cuda_sm100.launch import ceil_div, launch, power_of_two
 from deepinfer_backends.cuda_sm100.numeric import power_of_two as exact_power
 from deepinfer_core.backend.types import Activation, EngramHashTables, QuantTensor, Weight
+
+_ROWS = 8  # stored rows of one program of `engram_gather`
 
 
 @dataclass(frozen=True)
@@ -42,23 +44,25 @@ def _hash_kernel(ngrams, multipliers, primes, offsets, out, columns, per_size, S
 
 @triton.jit
 def _gather_kernel(
-    weight, scale, rows, values, scales, columns, size, BLOCK: tl.constexpr, SCALED: tl.constexpr
+    weight, scale, rows, values, scales, count, size, N: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr
 ):  # fmt: skip
-    """One stored row, copied as it is (SCALED) or decoded to bfloat16. Row -1 gives zeros."""
-    place = tl.program_id(0).to(tl.int64) * columns + tl.program_id(1)
-    row = tl.load(rows + place)
+    """N stored rows, copied as they are (SCALED) or decoded to bfloat16. Row -1 gives zeros."""
+    place = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    row = tl.load(rows + place, mask=place < count, other=-1)
     g, c = tl.arange(0, BLOCK // 32), tl.arange(0, 32)
     column = g[:, None] * 32 + c[None, :]
-    found = row >= 0
-    at = tl.maximum(row, 0)
-    q = tl.load(weight + at * size + column, mask=(column < size) & found, other=0)
-    exponent = tl.load(scale + at * (size // 32) + g, mask=(g * 32 < size) & found, other=127)
+    found, at = row >= 0, tl.maximum(row, 0)
+    real, inside = (place < count)[:, None, None], (column < size)[None, :, :]
+    q = tl.load(weight + (at * size)[:, None, None] + column[None, :, :], mask=inside & found[:, None, None], other=0)
+    has_scale = (g * 32 < size)[None, :]
+    exponent = tl.load(scale + (at * (size // 32))[:, None] + g[None, :], mask=has_scale & found[:, None], other=127)
+    out = (place * size)[:, None, None] + column[None, :, :]
     if SCALED:
-        tl.store(values + place * size + column, q, mask=column < size)
-        tl.store(scales + place * (size // 32) + g, exponent, mask=g * 32 < size)
+        tl.store(values + out, q, mask=real & inside)
+        tl.store(scales + (place * (size // 32))[:, None] + g[None, :], exponent, mask=(place < count)[:, None] & has_scale)
     else:
-        value = q.to(tl.float8e4nv, bitcast=True).to(tl.float32) * exact_power(exponent)[:, None]
-        tl.store(values + place * size + column, value.to(tl.bfloat16), mask=column < size)
+        value = q.to(tl.float8e4nv, bitcast=True).to(tl.float32) * exact_power(exponent)[:, :, None]
+        tl.store(values + out, value.to(tl.bfloat16), mask=real & inside)
 
 
 @triton.jit
@@ -123,8 +127,8 @@ class EngramOps:
         size = table.weight.shape[1]
         out = QuantizedRows.empty(count, columns * size, rows.device, self._arch)
         launch(
-            _gather_kernel, (count, columns), table.weight, table.scale, rows.contiguous(), out.values, out.scales, columns, size,
-            warps=1, BLOCK=power_of_two(size, 32), SCALED=out.scales is not None,
+            _gather_kernel, (ceil_div(count * columns, _ROWS),), table.weight, table.scale, rows.contiguous(), out.values, out.scales,
+            count * columns, size, warps=4, N=_ROWS, BLOCK=power_of_two(size, 32), SCALED=out.scales is not None,
         )  # fmt: skip
         return out
 

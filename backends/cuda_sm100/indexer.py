@@ -1,8 +1,8 @@
 """The indexer: scores of cached keys, exact top-k with ties to the lower entry, candidate blocks.
 
 Scores are computed keys x (rows * heads), so that keys, which are decoded, are the operand that tensor cores take from registers, and the
-sum over heads stays within a few threads. The k-th highest score is found bit by bit on the ordered bits of the scores: exact, with no
-sort, and independent of how the row is cut into parts.
+sum over heads stays within a few threads. The k-th highest score is found by halving the interval that holds it: exact, with no sort, and
+independent of how the row is cut into parts.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from deepinfer_backends.cuda_sm100.caches import IndexQueryRows
 from deepinfer_backends.cuda_sm100.launch import ceil_div, launch, power_of_two
-from deepinfer_backends.cuda_sm100.products import decoded_pairs
+from deepinfer_backends.cuda_sm100.products import bf16_product, decoded_pairs
 from deepinfer_core.backend.types import CandidateSpec, IndexQuery, PagedEntries, Selection
 
 SCORE_BYTES = 256 << 20
 """Scores of at most this many bytes exist at once; more rows are handled in pieces."""
 
 _PART = 8192  # scores that one program of the selection holds in registers
-_KEYS = 128  # keys of one tile of scores
+_KEYS = 128  # keys of one tile of scores; half of them where several rows share them, so that two programs fit a multiprocessor
 _MOST_TILES = 16  # tiles of keys for which a program keeps its queries
 _PROGRAMS = 528  # programs below which no work is put together: four for each multiprocessor of an H200
 _E2M1 = tl.constexpr("e2m1")
@@ -58,25 +58,31 @@ def _queries(
 
 @triton.jit
 def _scores_of(
-    q, other, share, pages, table, entry, inside, page_stride, n, data_bytes, section, dim,
-    R: tl.constexpr, H: tl.constexpr, D: tl.constexpr, K: tl.constexpr, SCALED: tl.constexpr,
+    q, other, share, pages, table, entry, inside, page_stride, data_bytes, section, dim,
+    R: tl.constexpr, H: tl.constexpr, D: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, SCALED: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """float32 [K, R]: scores of K keys of one sequence for R rows."""
-    page = tl.load(table + entry // n, mask=inside, other=0).to(tl.int64)
-    slot = entry % n
+    """float32 [K, R]: scores of K keys of one sequence for R rows. WORDS: four scale bytes are read as one aligned word."""
+    page = tl.load(table + entry // PAGE, mask=inside, other=0).to(tl.int64)
+    slot = entry % PAGE
     pair, group = tl.arange(0, D // 2), tl.arange(0, D // 32)
     at = pages + page * page_stride
     byte = tl.load((at + slot * data_bytes)[:, None] + pair[None, :], mask=inside[:, None] & (pair < dim // 2)[None, :], other=0)
-    scale_at = (at + section + slot * (dim // 32))[:, None] + group[None, :]
-    scale = tl.load(scale_at, mask=inside[:, None] & (group < dim // 32)[None, :], other=0)
+    scale_at = at + section + slot * (dim // 32)
+    if WORDS:
+        quad = tl.arange(0, D // 128)
+        word_at = scale_at.to(tl.pointer_type(tl.int32), bitcast=True)[:, None] + quad[None, :]
+        word = tl.load(word_at, mask=inside[:, None] & (quad * 128 < dim)[None, :], other=0)
+        scale = tl.reshape((word[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]) & 255, (K, D // 32))
+    else:
+        scale = tl.load(scale_at[:, None] + group[None, :], mask=inside[:, None] & (group < dim // 32)[None, :], other=0)
     dots = tl.zeros((K, R * H), tl.float32)
     if SCALED:
-        dots = tl.dot_scaled(byte, scale, _E2M1, q, other, _E2M1, dots)
+        dots = tl.dot_scaled(byte, scale.to(tl.uint8), _E2M1, q, other, _E2M1, dots)
     else:
         even, odd = decoded_pairs(byte)
         factor = (scale.to(tl.int32) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)[:, :, None]
-        even = tl.reshape(tl.reshape(even, (K, D // 32, 16)) * factor, (K, D // 2))
-        odd = tl.reshape(tl.reshape(odd, (K, D // 32, 16)) * factor, (K, D // 2))
+        factor = tl.reshape(tl.broadcast_to(factor, (K, D // 32, 16)), (K, D // 2))
+        even, odd = bf16_product(even, factor), bf16_product(odd, factor)
         dots = tl.dot(even, q, dots)
         dots = tl.dot(odd, other, dots)
     return tl.sum(tl.reshape(tl.maximum(dots, 0.0) * share[None, :], (K, R, H)), 2)
@@ -85,15 +91,16 @@ def _scores_of(
 @triton.jit
 def _score_tile(
     start, q, other, share, pages, table, candidates, scores, first_row, first, most, seen, belongs, width, count,
-    page_stride, n, data_bytes, section, dim,
-    R: tl.constexpr, H: tl.constexpr, D: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, SCALED: tl.constexpr,
+    page_stride, data_bytes, section, dim,
+    R: tl.constexpr, H: tl.constexpr, D: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, SCALED: tl.constexpr,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
     """Scores of the K places from `start` on, for the rows that belong to the sequence of `table`."""
     j = start + tl.arange(0, K)
     entry = _entry_of(candidates, first_row + first, j, count, SIZE) if SIZE > 0 else j
     inside = (entry >= 0) & (entry < most)
     values = _scores_of(
-        q, other, share, pages, table, entry, inside, page_stride, n, data_bytes, section, dim, R, H, D, K, SCALED
+        q, other, share, pages, table, entry, inside, page_stride, data_bytes, section, dim, R, H, D, K, PAGE, SCALED, WORDS
     )  # fmt: skip
     keep = belongs[None, :] & inside[:, None] & (entry[:, None] < seen[None, :])
     at = scores + (first + tl.arange(0, R)).to(tl.int64)[None, :] * width + j[:, None]
@@ -103,8 +110,9 @@ def _score_tile(
 @triton.jit(do_not_specialize=["rows", "first_row", "width", "count", "table_stride"])
 def _score_kernel(
     query, query_scales, weight, pages, table, sequence, visible, candidates, scores, rows, first_row, width, count, table_stride,
-    page_stride, n, data_bytes, section, heads, dim,
-    R: tl.constexpr, H: tl.constexpr, D: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr, SCALED: tl.constexpr,
+    page_stride, data_bytes, section, heads, dim,
+    R: tl.constexpr, H: tl.constexpr, D: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
+    SCALED: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Scores of TILES tiles of K keys for R rows: by entry number, or (SIZE > 0, R = 1) by place in the row's candidate blocks.
 
@@ -123,7 +131,7 @@ def _score_kernel(
         q, other, share = _queries(query, query_scales, weight, first_row + first, first_row + rows, heads, dim, R, H, D, SCALED)
         mine = tl.load(sequence + row, mask=here, other=-1)
         previous = -1
-        for i in tl.static_range(R):
+        for i in range(R):
             own = tl.max(tl.where(lane == i, mine, -1), 0)
             if (own >= 0) & (own != previous):
                 most = tl.max(tl.where(mine == own, seen, 0), 0)
@@ -132,13 +140,13 @@ def _score_kernel(
                 if TILES == 1:
                     _score_tile(
                         begin, q, other, share, pages, keys, candidates, scores, first_row, first, most, seen, belongs, width, count,
-                        page_stride, n, data_bytes, section, dim, R, H, D, K, SIZE, SCALED,
+                        page_stride, data_bytes, section, dim, R, H, D, K, SIZE, PAGE, SCALED, WORDS,
                     )  # fmt: skip
                 else:
                     for start in range(begin, tl.minimum(begin + K * TILES, last), K):
                         _score_tile(
                             start, q, other, share, pages, keys, candidates, scores, first_row, first, most, seen, belongs, width, count,
-                            page_stride, n, data_bytes, section, dim, R, H, D, K, SIZE, SCALED,
+                            page_stride, data_bytes, section, dim, R, H, D, K, SIZE, PAGE, SCALED, WORDS,
                         )  # fmt: skip
             previous = own
 
@@ -155,6 +163,52 @@ def _block_max_kernel(scores, visible, best, width, blocks, SIZE: tl.constexpr, 
     tl.store(best + row * blocks + block, value, mask=block < blocks)
 
 
+@triton.jit
+def _entry(index, candidates, row, j, width, count, mask, INDEXED: tl.constexpr, SIZE: tl.constexpr):
+    """Entries of places j: index[row, j] (INDEXED), the row's candidate entry j (SIZE > 0), or j."""
+    if INDEXED:
+        return tl.load(index + row * width + j, mask=mask, other=-1)
+    elif SIZE > 0:  # noqa: RET505 - both are compile-time branches
+        return tl.where(mask, _entry_of(candidates, row, j, count, SIZE), -1)
+    else:
+        return j
+
+
+@triton.jit
+def _ordered(score):
+    """uint32 that orders float32 as the values do (-0 as 0); never 0 except for a NaN."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _value(key):
+    """The float32 of an ordered key."""
+    bits = key.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ -2147483648, ~bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _bound(key, valid, topk):
+    """The topk-th highest of more than topk valid keys, or a higher key that as many keys reach.
+
+    Halves the interval between the lowest and the highest key: first by value, because scores lie densely around the bound, after 20 steps
+    by key, which ends for any input.
+    """
+    low = tl.min(tl.where(valid, key, 0xFFFFFFFF), 0)  # at least topk keys are >= low
+    high = tl.max(key, 0)  # fewer than topk keys are > high
+    step = 0
+    while low < high:
+        middle = low + (high - low) // 2
+        if step < 20:
+            middle = tl.minimum(tl.maximum(_ordered(0.5 * _value(low) + 0.5 * _value(high)), low), high - 1)
+        above = tl.sum((key > middle).to(tl.int32), 0)
+        high = tl.where(above > topk, high, tl.where(above == topk, middle + 1, middle))
+        low = tl.where(above >= topk, middle + 1, low)
+        step += 1
+    return low
+
+
 @triton.jit(do_not_specialize=["width", "count", "parts"])
 def _select_kernel(
     scores, index, candidates, visible, out_scores, out_index, width, count, topk, parts, unit,
@@ -168,34 +222,28 @@ def _select_kernel(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     j = part * BLOCK + tl.arange(0, BLOCK)
     seen = tl.cdiv(tl.load(visible + row), unit)
-    if INDEXED:
-        entry = tl.load(index + row * width + j, mask=j < width, other=-1)
-    elif SIZE > 0:
-        entry = _entry_of(candidates, row, j, count, SIZE)
+    valid = j < width
+    if INDEXED or SIZE > 0:
+        entry = _entry(index, candidates, row, j, width, count, valid, INDEXED, SIZE)
+        valid &= (entry >= 0) & (entry < seen)
     else:
-        entry = j
-    valid = (j < width) & (entry >= 0) & (entry < seen)
-    score = tl.load(scores + row * width + j, mask=valid, other=0.0)
-    bits = (score + 0.0).to(tl.int32, bitcast=True)
-    # Ordered bits of a float are never 0 except for a NaN: 0 marks what may not be chosen.
-    key = tl.where(valid, tl.where(bits < 0, ~bits, bits ^ -2147483648), 0).to(tl.uint32, bitcast=True)
+        valid &= j < seen
+    # 0 marks what may not be chosen. Only the keys stay in registers: scores and entries are read again where they are kept.
+    key = tl.where(valid, _ordered(tl.load(scores + row * width + j, mask=valid, other=0.0)), 0)
     number = tl.sum(valid.to(tl.int32), 0)
     keep = valid
     if number > topk:
-        bound = tl.full((), 0, tl.uint32)
-        bit = tl.full((), 2147483648, tl.uint32)
-        for _ in range(32):
-            tried = bound | bit
-            bound = tl.where(tl.sum((key >= tried).to(tl.int32), 0) >= topk, tried, bound)
-            bit = bit >> 1
-        above = (key > bound).to(tl.int32)
-        equal = (key == bound).to(tl.int32)
-        keep = (above > 0) | ((equal > 0) & (tl.cumsum(equal, 0) <= topk - tl.sum(above, 0)))
+        bound = _bound(key, valid, topk)
+        keep = key >= bound
+        if tl.sum(keep.to(tl.int32), 0) > topk:  # the lower entries among equals
+            above = tl.sum((key > bound).to(tl.int32), 0)
+            equal = (key == bound).to(tl.int32)
+            keep = (key > bound) | ((equal > 0) & (tl.cumsum(equal, 0) <= topk - above))
     place = tl.cumsum(keep.to(tl.int32), 0) - 1
     base = (row * parts + part) * topk
-    tl.store(out_index + base + place, entry, mask=keep)
+    tl.store(out_index + base + place, _entry(index, candidates, row, j, width, count, keep, INDEXED, SIZE), mask=keep)
     if not LAST:
-        tl.store(out_scores + base + place, score, mask=keep)
+        tl.store(out_scores + base + place, tl.load(scores + row * width + j, mask=keep, other=0.0), mask=keep)
     for first in range(0, topk, BLOCK):
         empty = first + tl.arange(0, BLOCK)
         tl.store(out_index + base + empty, tl.full((BLOCK,), -1, tl.int32), mask=(empty >= number) & (empty < topk))
@@ -250,17 +298,18 @@ def _scores(
     tile_rows = max(4 if many else 1, 16 // head_lanes)
     if candidates is not None:
         tile_rows, head_lanes = 1, max(head_lanes, 16)
-    data_bytes = keys.format.data_bytes(keys.dim)
-    tiles = min(_MOST_TILES, max(1, ceil_div(places, _KEYS) * ceil_div(rows, tile_rows) // _PROGRAMS))
+    data_bytes, tile_keys = keys.format.data_bytes(keys.dim), _KEYS // 2 if many else _KEYS
+    tiles = min(_MOST_TILES, max(1, ceil_div(places, tile_keys) * ceil_div(rows, tile_rows) // _PROGRAMS))
     # Triton 3.6 does not compile a block-scaled product whose scales stay the same in a loop (SM100).
     tiles = 1 if query.scales is not None else 1 << (tiles.bit_length() - 1)
     launch(
-        _score_kernel, (ceil_div(places, _KEYS * tiles), ceil_div(rows, tile_rows)),
+        _score_kernel, (ceil_div(places, tile_keys * tiles), ceil_div(rows, tile_rows)),
         query.values, query.scales, weights.float().contiguous(), keys.data, keys.block_table, keys.sequence, visible, candidates, scores,
         rows, piece.start, places, 0 if candidates is None else candidates.shape[1], keys.block_table.stride(0), keys.data.stride(0),
-        keys.entries_per_page, data_bytes, keys.entries_per_page * data_bytes, heads, keys.dim,
-        warps=8 if tile_rows * head_lanes >= 128 else 4, R=tile_rows, H=head_lanes, D=power_of_two(keys.dim, 32), K=_KEYS, TILES=tiles,
-        SIZE=block_size if candidates is not None else 0, SCALED=query.scales is not None,
+        data_bytes, keys.entries_per_page * data_bytes, heads, keys.dim,
+        warps=8 if tile_keys * tile_rows * head_lanes > 64 * 128 else 4, R=tile_rows, H=head_lanes, D=power_of_two(keys.dim, 32),
+        K=tile_keys, TILES=tiles, SIZE=block_size if candidates is not None else 0, PAGE=keys.entries_per_page,
+        SCALED=query.scales is not None, WORDS=keys.dim % 128 == 0 and keys.data.stride(0) % 4 == 0,
     )  # fmt: skip
     return scores
 
@@ -290,7 +339,8 @@ def _select(scores: Tensor, candidates: Tensor | None, visible: Tensor, out: Ten
         launch(
             _select_kernel, (rows, max(parts, 1)), scores, index, candidates, visible, next_scores, next_index, width,
             0 if candidates is None else candidates.shape[1], topk, parts, unit,
-            warps=8, INDEXED=index is not None, SIZE=block_size if index is None and candidates is not None else 0, LAST=last, BLOCK=block,
+            warps=4 if rows >= 1024 else 8, INDEXED=index is not None,
+            SIZE=block_size if index is None and candidates is not None else 0, LAST=last, BLOCK=block,
         )  # fmt: skip
         if last or next_scores is None:
             return

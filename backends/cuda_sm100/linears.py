@@ -16,6 +16,8 @@ from torch import Tensor
 
 from deepinfer_backends.cuda_sm100.activations import QuantizedRows
 from deepinfer_backends.cuda_sm100.launch import INTERPRETED, ceil_div, launch, power_of_two
+from deepinfer_backends.cuda_sm100.numeric import fp8_exponent, fp8_round
+from deepinfer_backends.cuda_sm100.numeric import power_of_two as exact_power
 from deepinfer_backends.cuda_sm100.products import FORMAT_CODE, decoded_bytes, scale_factor, tile_product
 from deepinfer_backends.cuda_sm100.weights import TILE, MatrixWeight, matrix_weight
 from deepinfer_core.backend.formats import WeightFormat
@@ -26,15 +28,21 @@ LIBRARY_ROWS = 256
 for each weight, a row 2 operations for each weight)."""
 
 _PROGRAMS = 264  # two for each multiprocessor of an H200: enough loads in flight to saturate its memory
+_SMALL_PROGRAMS = 528  # the same for programs of at most 8 rows
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
-    x, x_scales, weight, scales, out, partial, arrived, rows, outputs, inputs, x_stride, group_outputs, group_inputs, split_tiles,
+    x, x_scales, weight, scales, base, out, out_scales, partial, arrived, rows, outputs, inputs, x_stride, base_stride, group_outputs,
+    group_inputs, split_tiles,
     N: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr,
-    X_SCALED: tl.constexpr, EVEN: tl.constexpr, EVEN_N: tl.constexpr, GROUPED: tl.constexpr,
+    X_SCALED: tl.constexpr, EVEN: tl.constexpr, EVEN_N: tl.constexpr, GROUPED: tl.constexpr, BASE: tl.constexpr,
+    QUANTIZE: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, outputs] = x @ weight.T. GROUPED: outputs of group g read inputs g*group_inputs .. of x only."""
+    """out [rows, outputs] = x @ weight.T, plus base (BASE), quantised (QUANTIZE).
+
+    GROUPED: outputs of group g read inputs g*group_inputs .. of x only.
+    """
     n_tile, r_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = n_tile * N + tl.arange(0, N)
     n_read = n if EVEN_N else tl.minimum(n, outputs - 1)
@@ -60,8 +68,34 @@ def _linear_kernel(
             total = tl.load(partial + at, mask=mask, other=0.0, cache_modifier=".cg")
             for i in range(1, SPLITS):
                 total += tl.load(partial + i * part + at, mask=mask, other=0.0, cache_modifier=".cg")
-            tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
+            _store_result(total, base, out, out_scales, r, n, mask, outputs, base_stride, N, R, BASE, QUANTIZE)
             tl.store(counter, 0)
+    else:
+        _store_result(result, base, out, out_scales, r, n, mask, outputs, base_stride, N, R, BASE, QUANTIZE)
+
+
+@triton.jit
+def _store_result(
+    result, base, out, out_scales, r, n, mask, outputs, base_stride,
+    N: tl.constexpr, R: tl.constexpr, BASE: tl.constexpr, QUANTIZE: tl.constexpr,
+):  # fmt: skip
+    """Rounds float32 result [R, N], plus base, to the type of out; or quantises what bfloat16 leaves of it (layout of QuantizedRows)."""
+    row = r.to(tl.int64)
+    at = row[:, None] * outputs + n[None, :]
+    if BASE:
+        result += tl.load(base + row[:, None] * base_stride + n[None, :], mask=mask, other=0.0)
+    if QUANTIZE:
+        grouped = tl.reshape(result.to(tl.bfloat16).to(tl.float32), (R, N // 32, 32))
+        exponent = fp8_exponent(tl.max(tl.abs(grouped), 2))
+        q = fp8_round(grouped, exponent[:, :, None])
+        if out.dtype.element_ty == tl.uint8:
+            tl.store(out + at, tl.reshape(q.to(tl.uint8, bitcast=True), (R, N)), mask=mask)
+            g = tl.min(tl.reshape(n, (N // 32, 32)), 1) // 32
+            scale_mask = tl.max(tl.reshape(mask.to(tl.int32), (R, N // 32, 32)), 2) > 0
+            tl.store(out_scales + row[:, None] * (outputs // 32) + g[None, :], exponent.to(tl.uint8), mask=scale_mask)
+        else:
+            values = (q.to(tl.float32) * exact_power(exponent)[:, :, None]).to(tl.bfloat16)
+            tl.store(out + at, tl.reshape(values, (R, N)), mask=mask)
     else:
         tl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
 
@@ -82,9 +116,9 @@ def _decode_kernel(weight, scales, out, outputs, inputs, N: tl.constexpr):
         tl.store(out + n.to(tl.int64)[:, None] * inputs + k[None, :], value, mask=inside[:, None] & (k < inputs)[None, :])
 
 
-def splits_of(outputs: int, inputs: int) -> int:
-    """Parts a matrix is cut into along its inputs: enough programs, at least four tiles of work for each."""
-    return max(1, min(_PROGRAMS // ceil_div(outputs, 64), ceil_div(inputs, TILE) // 4))
+def splits_of(outputs: int, inputs: int, programs: int = _PROGRAMS) -> int:
+    """Parts a matrix is cut into along its inputs: about `programs` programs, at least four tiles of work for each."""
+    return max(1, min(programs // ceil_div(outputs, 64), ceil_div(inputs, TILE) // 4))
 
 
 def row_block(rows: int) -> int:
@@ -133,33 +167,43 @@ class LinearOps:
                 .transpose(0, 1)
                 .reshape(len(flat), -1)
             )
-        else:
-            z = self._product(QuantizedRows(flat, None), wo_a, torch.bfloat16, groups)
-        return self.quantized_linear(self.quantize(z), wo_b)  # type: ignore[attr-defined]
+            return self.quantized_linear(self.quantize(z), wo_b)  # type: ignore[attr-defined]
+        z = QuantizedRows.empty(len(flat), wo_a.outputs, flat.device, self._arch)
+        self._product(QuantizedRows(flat, None), wo_a, torch.bfloat16, groups, quantized=z)
+        return self.quantized_linear(z, wo_b)
 
     def _library(self, rows: int) -> bool:
         return rows >= LIBRARY_ROWS and not self._invariant and self._arch < 100 and not INTERPRETED
 
-    def _product(self, x: QuantizedRows, weight: MatrixWeight, dtype: torch.dtype, groups: int = 1) -> Tensor:
-        """x @ weight.T as [T, outputs]; with groups, outputs/groups rows of the weight for each slice of the inputs."""
+    def _product(
+        self, x: QuantizedRows, weight: MatrixWeight, dtype: torch.dtype, groups: int = 1, base: Tensor | None = None,
+        quantized: QuantizedRows | None = None,
+    ) -> Tensor:  # fmt: skip
+        """x @ weight.T as [T, outputs]; with groups, outputs/groups rows of the weight for each slice of the inputs.
+
+        base: float32 [T, outputs], added before rounding. quantized: receives the bfloat16 result, quantised, and is what is returned.
+        """
         rows, outputs, inputs = x.values.shape[0], weight.outputs, weight.inputs
         values = x.values if x.values.stride(-1) == 1 else x.values.contiguous()
-        out = torch.empty(rows, outputs, dtype=dtype, device=values.device)
-        block_r = row_block(rows)
+        out = torch.empty(rows, outputs, dtype=dtype, device=values.device) if quantized is None else quantized.values
+        few = rows <= 8 and self._arch < 100 and not self._invariant
+        block_r = 8 if few else row_block(rows)
         block_n = 128 if x.scales is not None or block_r >= 128 or (block_r == 64 and outputs >= 1024) else 64
         if groups > 1:
             block_n = min(block_n, 1 << ((outputs // groups) & -(outputs // groups)).bit_length() - 1)
-        splits, tiles = splits_of(outputs, inputs), ceil_div(inputs, TILE)
+        splits, tiles = splits_of(outputs, inputs, _SMALL_PROGRAMS if few else _PROGRAMS), ceil_div(inputs, TILE)
         split_tiles = ceil_div(tiles, splits)
         splits = ceil_div(tiles, split_tiles)
         grid = (ceil_div(outputs, block_n), ceil_div(rows, block_r), splits)
         partial = torch.empty(splits, rows, outputs, dtype=torch.float32, device=values.device) if splits > 1 else out
         launch(
-            _linear_kernel, grid, values, x.scales, weight.data, weight.scales, out, partial, self._zeros(grid[0] * grid[1]),
-            rows, outputs, inputs, values.stride(0), outputs // groups, inputs, split_tiles,
+            _linear_kernel, grid, values, x.scales, weight.data, weight.scales, base, out,
+            None if quantized is None else quantized.scales, partial, self._zeros(grid[0] * grid[1]), rows, outputs, inputs,
+            values.stride(0), 0 if base is None else base.stride(0), outputs // groups, inputs, split_tiles,
             warps=product_warps(block_n, block_r, self._invariant or self._arch >= 100), stages=4 if block_r <= 32 else 3,
             N=block_n, R=block_r, SPLITS=splits, FORMAT=FORMAT_CODE[weight.format], PACKED=weight.packed, X_SCALED=x.scales is not None,
-            EVEN=inputs % TILE == 0, EVEN_N=outputs % block_n == 0, GROUPED=groups > 1,
+            EVEN=inputs % TILE == 0, EVEN_N=outputs % block_n == 0, GROUPED=groups > 1, BASE=base is not None,
+            QUANTIZE=quantized is not None,
         )  # fmt: skip
         return out
 

@@ -16,6 +16,7 @@ from deepinfer_core.backend.canonical import exp_table
 from deepinfer_core.backend.types import RandomRows, Verification
 
 _BLOCK = 4096
+_WORDS = 64  # words of a token bitmask that one program handles
 _MASK = tl.constexpr(0xFFFFFFFF)
 _ALPHA = tl.constexpr(2147376276)  # floor(exp(-5e-5) * 2^31), DeepInfer 0.1.0's acceptance rule
 _NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
@@ -125,13 +126,19 @@ def _draw_kernel(
 
 
 @triton.jit
-def _bitmask_kernel(logits, bitmask, rows, size, stride, words, BLOCK: tl.constexpr):
+def _bitmask_kernel(logits, bitmask, rows, size, stride, words, WORDS: tl.constexpr):
+    """WORDS words of one row. Logits are written back by groups of 8 (32 bytes, what memory moves at once), and read only if a group is
+    banned in part: writing parts of a group would make the memory read it anyway, less efficiently."""
     i = tl.program_id(0).to(tl.int64)
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    word = tl.load(bitmask + i * words + (ids >> 5), mask=ids < size, other=-1)
-    banned = ((word >> (ids & 31)) & 1) == 0
+    w = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    bit = tl.arange(0, 32)
+    word = tl.load(bitmask + i * words + w, mask=w < words, other=-1)[:, None]
+    ids = w[:, None] * 32 + bit[None, :]
+    group = (word >> (bit & 24)[None, :]) & 255
     at = logits + tl.load(rows + i) * stride + ids
-    tl.store(at, tl.full((BLOCK,), _NEGATIVE_INFINITY, tl.float32), mask=(ids < size) & banned)
+    touched = (ids < size) & (group != 255)
+    kept = tl.load(at, mask=touched & (group != 0), other=_NEGATIVE_INFINITY)
+    tl.store(at, tl.where(((word >> bit[None, :]) & 1) == 0, _NEGATIVE_INFINITY, kept), mask=touched)
 
 
 class SamplingOps:
@@ -170,5 +177,5 @@ class SamplingOps:
     def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor, rows: Tensor) -> None:
         count, words = bitmask.shape
         size = logits.shape[1]
-        grid = (count, ceil_div(size, 1024))
-        launch(_bitmask_kernel, grid, logits, bitmask.contiguous(), rows, size, logits.stride(0), words, warps=4, BLOCK=1024)
+        grid = (count, ceil_div(size, 32 * _WORDS))
+        launch(_bitmask_kernel, grid, logits, bitmask.contiguous(), rows, size, logits.stride(0), words, warps=4, WORDS=_WORDS)

@@ -226,11 +226,21 @@ def index_cases(g: Geometry, i: Inputs, rows: int, context: int) -> list[Case]:
     def restricted(k: Kernels, q: Any) -> Results:
         return {"index": k.select_entries(q, weights, keys, visible, g.index_topk, listed, None, size).index}
 
-    return [
+    cases = [
         Case("select_entries", prepared, plain, 1e-2, traffic, operations, f"context {context}"),
         Case("select_entries", prepared, emitting, 1e-2, traffic, operations, f"emit, context {context}"),
         Case("select_entries", prepared, restricted, 1e-2, traffic, operations, f"candidates, context {context}"),
     ]
+    if g.hidden <= 1024:
+        tied = weights * (torch.arange(rows, device=i.device) % 2)[:, None]  # every other row scores 0 everywhere
+
+        def level(k: Kernels, q: Any) -> Results:
+            result = k.select_entries(q, tied, keys, visible, g.index_topk, emit=spec)
+            assert result.candidates is not None
+            return {"index": result.index[::2], "candidates": result.candidates[::2]}
+
+        cases.append(Case("select_entries", prepared, level, 0.0, note="ties"))
+    return cases
 
 
 def attention_cases(g: Geometry, i: Inputs, rows: int) -> list[Case]:

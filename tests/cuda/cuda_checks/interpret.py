@@ -1,4 +1,7 @@
-"""Runs every case in the interpreter and writes the errors: `python -m cuda_checks.interpret OUT.json LAYOUT ROWS`, TRITON_INTERPRET=1."""
+"""Runs every case in the interpreter and writes the errors: `python -m cuda_checks.interpret OUT.json LAYOUT ROWS [OP]`.
+
+TRITON_INTERPRET=1 must be set.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,14 @@ from deepinfer_backends.cpu_ref.kernels import ReferenceKernels
 from deepinfer_backends.cuda_sm100.kernels import CudaKernels
 
 
-def report(layout: int, rows: int) -> list[dict[str, object]]:
+def report(layout: int, rows: int, op: str = "") -> list[dict[str, object]]:
     device = torch.device("cpu")
     mine, reference = CudaKernels(device), ReferenceKernels(device)
     mine._arch = layout
     entries: list[dict[str, object]] = []
     for case in all_cases(SMALL, Inputs(device, seed=rows), rows, context=96):
+        if op not in case.op:
+            continue
         # Nothing to compare in zero rows: the call must return, and the results be empty.
         want = case.run(reference, case.prepare(reference)) if rows else {}
         start = time.perf_counter()
@@ -36,8 +41,8 @@ def report(layout: int, rows: int) -> list[dict[str, object]]:
 def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", RuntimeWarning)  # masked lanes overflow; numpy says so, a GPU does not
-    out, layout, rows = sys.argv[1:]
-    result = report(int(layout), int(rows))
+    out, layout, rows, *op = sys.argv[1:]
+    result = report(int(layout), int(rows), *op)
     with open(out, "w", encoding="utf-8") as file:
         json.dump(result, file, indent=1)
 
