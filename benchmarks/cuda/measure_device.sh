@@ -1,8 +1,9 @@
 #!/bin/sh
-# Every check and measurement of the NVIDIA backend on one GPU, in about eight minutes; then `results.py` makes the page for docs/results/.
+# Every check and measurement of the NVIDIA backend on one GPU, in about seven minutes; then `results.py` makes the page for docs/results/.
 #
-#   OUT=some/folder sh benchmarks/cuda/measure_device.sh [PART...]      PARTs: correctness ops end_to_end peers; all of them if none is given
+#   OUT=some/folder [LIMIT=seconds] sh benchmarks/cuda/measure_device.sh [PART...]
 #
+# PARTs: correctness ops end_to_end peers; all of them if none is given. LIMIT: what begins too late is cut short or left out [540].
 # Run it in the root of a checkout; `deepinfer_core` must be importable (prepare_device.sh says how on a machine without a network), the
 # peers too if they are to be measured (benchmarks/README.md). Correctness runs share the GPU, timed runs have it to themselves. Each run
 # has a time limit of its own, so that one that hangs costs no other; what it wrote by then is kept.
@@ -10,12 +11,20 @@ set -u
 out=$(mkdir -p "${OUT:-.}" && cd "${OUT:-.}" && pwd)
 export OUT="$out" PYTHONUNBUFFERED=1 PYTHONPATH="tests/cuda:${PYTHONPATH:-}" TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$HOME/.triton/cache}"
 parts=${*:-correctness ops end_to_end peers}
+end=$(($(date +%s) + ${LIMIT:-540}))
 say() { echo "[$(date +%T)] $*" | tee -a "$out/times.txt"; }
 
 # run SECONDS NAME COMMAND...: a command with a time limit and a log; $out/NAME.status holds its exit code (124: out of time)
 run() {
     seconds=$1 name=$2
     shift 2
+    left=$((end - $(date +%s)))
+    [ "$seconds" -gt "$left" ] && seconds=$left
+    if [ "$seconds" -lt 10 ]; then
+        echo "no time left" >"$out/$name.status"
+        say "$name is left out"
+        return
+    fi
     say "$name starts"
     timeout -k 5 "$seconds" "$@" >"$out/$name.log" 2>&1
     echo "$?" >"$out/$name.status"
@@ -35,6 +44,7 @@ correctness() {
         --name sanitized --seconds 120 &
     run 150 golden python3 benchmarks/cuda/end_to_end.py --parts golden --name golden --seconds 100 &
     run 150 precompile python3 benchmarks/cuda/precompile_model.py &
+    run 100 peers_compiled python3 benchmarks/cuda/peers.py --rows 8192,64,1,8 --jobs 8 --compile-seconds 90 --seconds 0 --name peers_compiled &
     wait
 }
 
@@ -45,7 +55,9 @@ ops() {
 }
 
 peers() {
-    run 170 peers python3 benchmarks/cuda/peers.py --seconds 150
+    compiled=
+    [ -f "$out/peers_compiled.status" ] && compiled="--jobs 0"
+    run 170 peers python3 benchmarks/cuda/peers.py --rows 8192,64,1,8 --seconds 150 $compiled
 }
 
 end_to_end() {

@@ -4,7 +4,7 @@
 
 benchmarks/README.md says which packages to install; one that is missing or does not load becomes a row that says so. Both sides are
 captured in CUDA graphs and timed with a cold L2 cache, in turns; where one of them cannot be captured, both are launched eagerly. Writes
-$OUT/peers.jsonl as results come and $OUT/peers.md at the end.
+$OUT/peers.jsonl and $OUT/peers.md as results come.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(FAMILIES))
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1), help="processes that compile; 0: compile while measuring")
     parser.add_argument("--compile-seconds", type=float, default=120.0, help="how long they may take")
-    parser.add_argument("--seconds", type=float, default=400.0, help="no measurement begins later than this")
+    parser.add_argument("--seconds", type=float, default=400.0, help="no measurement begins later than this; 0: only compile")
+    parser.add_argument("--name", default="peers", help="of the files")
     options = parser.parse_args()
     start, out = time.monotonic(), Path(os.environ.get("OUT", "."))
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
@@ -142,6 +143,8 @@ def main() -> None:
     if options.jobs:
         compile_kernels(chosen, options.jobs, options.compile_seconds)
         print(f"compiled after {time.monotonic() - start:.0f} s", flush=True)
+    if not options.seconds:
+        return
     flush = torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE)
     limits = ceilings(flush)
     head = (
@@ -150,20 +153,23 @@ def main() -> None:
         "| op | rows | ours, us | peer | peer, us | ratio | difference of results | what is not the same |\n" + "| --- " * 8 + "|"
     )
     print(head, flush=True)
-    lines = [head]
-    with (out / "peers.jsonl").open("w", encoding="utf-8") as file:
+    with (
+        (out / f"{options.name}.jsonl").open("w", encoding="utf-8") as file,
+        (out / f"{options.name}.md").open("w", encoding="utf-8") as table,
+    ):
         file.write(json.dumps(limits) + "\n")
+        table.write(head + "\n")
         for comparison in chosen_comparisons(chosen):
             if time.monotonic() - start > options.seconds:
-                lines.append(f"| {comparison.op} | {comparison.rows} | | {comparison.peer} | | | | left out: no time |")
+                table.write(f"| {comparison.op} | {comparison.rows} | | {comparison.peer} | | | | left out: no time |\n")
                 continue
             row = measure(comparison, flush)
             file.write(json.dumps(row) + "\n")
             file.flush()
-            lines.append(line(row))
-            print(lines[-1], flush=True)
+            table.write(line(row) + "\n")
+            table.flush()
+            print(line(row), flush=True)
             torch.cuda.empty_cache()
-    (out / "peers.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
