@@ -83,19 +83,22 @@ def _digit_kernel(
     logits, mass, prefix, masses, numbers, top_k, top_p, size, stride,
     SHIFT: tl.constexpr, BITS: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds each id that has the row's prefix to the mass and the number of its next BITS bits."""
+    """Adds each id that has the row's prefix to the mass and the number of its next BITS bits, as far as the row's cut depends on them."""
     row = tl.program_id(0).to(tl.int64)
     found = tl.load(prefix + row)
+    by_mass, by_number = tl.load(top_p + row) < 1.0, tl.load(top_k + row) > 0
     if FIRST:
-        found = tl.where((tl.load(top_p + row) < 1.0) | (tl.load(top_k + row) > 0), 0, -1)
+        found = tl.where(by_mass | by_number, 0, -1)
     if found >= 0:
         ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         key = _order(tl.load(logits + row * stride + ids, mask=ids < size, other=0.0))
         counted = (ids < size) & ((key >> (SHIFT + BITS)) == found)
         digit = (key >> SHIFT) & ((1 << BITS) - 1)
-        w = tl.load(mass + row * size + ids, mask=counted, other=0).to(tl.int64)
-        tl.atomic_add(masses + (row << BITS) + digit, w, mask=counted & (w > 0), sem="relaxed")
-        tl.atomic_add(numbers + (row << BITS) + digit, tl.full((BLOCK,), 1, tl.int32), mask=counted, sem="relaxed")
+        if by_mass:
+            w = tl.load(mass + row * size + ids, mask=counted, other=0).to(tl.int64)
+            tl.atomic_add(masses + (row << BITS) + digit, w, mask=counted & (w > 0), sem="relaxed")
+        if by_number | (SHIFT == 0):  # the last digit's number tells how many ids are equal
+            tl.atomic_add(numbers + (row << BITS) + digit, tl.full((BLOCK,), 1, tl.int32), mask=counted, sem="relaxed")
 
 
 @triton.jit
@@ -230,20 +233,22 @@ def _cut(logits: Tensor, rows: SamplingRows, sums: tuple[Tensor, Tensor, Tensor]
         _mass_kernel, (count, blocks), logits, rows.temperature, *sums, exp_table(device), mass, size, stride, blocks,
         warps=4, BLOCK=_BLOCK, BLOCKS=power_of_two(blocks),
     )  # fmt: skip
-    padded = ceil_div(count, 4) * 4  # 16 bytes: tensors that are aligned alike need no second compilation
-    prefix, above_mass = torch.zeros(2, padded, dtype=torch.int64, device=device)[:, :count]
-    above_number, ties = torch.zeros(2, padded, dtype=torch.int32, device=device)[:, :count]
-    shift = 32
+    padded = ceil_div(max(count, 1), 4) * 4  # 16 bytes: tensors that are aligned alike need no second compilation
+    bins = sum(1 << bits for bits in _DIGITS)
+    sizes = [padded, padded, padded, padded * bins, padded * bins // 2]
+    prefix, above_mass, pair, masses, numbers = torch.zeros(sum(sizes), dtype=torch.int64, device=device).split(sizes)
+    above_number, ties = pair.view(torch.int32).split(padded)
+    numbers = numbers.view(torch.int32)
+    shift, begin = 32, 0
     for bits in _DIGITS:
         first, shift = shift == 32, shift - bits
-        masses = torch.zeros(count, 1 << bits, dtype=torch.int64, device=device)
-        numbers = torch.zeros(count, 1 << bits, dtype=torch.int32, device=device)
         launch(
-            _digit_kernel, (count, blocks), logits, mass, prefix, masses, numbers, rows.top_k, rows.top_p, size, stride,
+            _digit_kernel, (count, blocks), logits, mass, prefix, masses[begin:], numbers[begin:], rows.top_k, rows.top_p, size, stride,
             warps=4, SHIFT=shift, BITS=bits, FIRST=first, BLOCK=_BLOCK,
         )  # fmt: skip
         launch(
-            _pick_kernel, (count,), prefix, above_mass, above_number, masses, numbers, rows.top_k, rows.top_p, ties, size,
+            _pick_kernel, (count,), prefix, above_mass, above_number, masses[begin:], numbers[begin:], rows.top_k, rows.top_p, ties, size,
             warps=4, BITS=bits, FIRST=first, LAST=shift == 0,
         )  # fmt: skip
+        begin += count << bits
     return prefix, ties

@@ -339,7 +339,7 @@ def _select(scores: Tensor, candidates: Tensor | None, visible: Tensor, out: Ten
         launch(
             _select_kernel, (rows, max(parts, 1)), scores, index, candidates, visible, next_scores, next_index, width,
             0 if candidates is None else candidates.shape[1], topk, parts, unit,
-            warps=4 if rows >= 1024 else 8, INDEXED=index is not None,
+            warps=4 if rows >= 1024 and index is None and candidates is None else 8, INDEXED=index is not None,
             SIZE=block_size if index is None and candidates is not None else 0, LAST=last, BLOCK=block,
         )  # fmt: skip
         if last or next_scores is None:

@@ -131,14 +131,15 @@ def _bitmask_kernel(logits, bitmask, rows, size, stride, words, WORDS: tl.conste
     banned in part: writing parts of a group would make the memory read it anyway, less efficiently."""
     i = tl.program_id(0).to(tl.int64)
     w = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    bit = tl.arange(0, 32)
-    word = tl.load(bitmask + i * words + w, mask=w < words, other=-1)[:, None]
-    ids = w[:, None] * 32 + bit[None, :]
-    group = (word >> (bit & 24)[None, :]) & 255
+    g, bit = tl.arange(0, 4), tl.arange(0, 8)
+    word = tl.load(bitmask + i * words + w, mask=w < words, other=-1)
+    group = (word[:, None] >> (8 * g)[None, :]) & 255
+    ids = (w[:, None] * 32 + g[None, :] * 8)[:, :, None] + bit[None, None, :]
     at = logits + tl.load(rows + i) * stride + ids
-    touched = (ids < size) & (group != 255)
-    kept = tl.load(at, mask=touched & (group != 0), other=_NEGATIVE_INFINITY)
-    tl.store(at, tl.where(((word >> bit[None, :]) & 1) == 0, _NEGATIVE_INFINITY, kept), mask=touched)
+    touched = (group != 255)[:, :, None] & (ids < size)
+    kept = tl.load(at, mask=(group != 0)[:, :, None] & touched, other=_NEGATIVE_INFINITY)
+    banned = ((group[:, :, None] >> bit[None, None, :]) & 1) == 0
+    tl.store(at, tl.where(banned, _NEGATIVE_INFINITY, kept), mask=touched)
 
 
 class SamplingOps:
