@@ -1,8 +1,8 @@
 """Linear layers: bfloat16 and FP8 weights, grouped output projection.
 
 Few rows: a matrix is split along its inputs so that every multiprocessor streams a part of it; the last program of a tile adds the parts
-in order. How often it is split depends on the weight alone, never on the number of rows. Many rows: the weight is decoded once and
-multiplied by cuBLAS, unless batch invariance is asked for.
+in order. How often it is split depends on the weight, and unless batch invariance is asked for on whether there are more than 8 rows. Many
+rows: the weight is decoded once and multiplied by cuBLAS, unless batch invariance is asked for.
 """
 
 from __future__ import annotations
