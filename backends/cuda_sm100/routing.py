@@ -44,19 +44,34 @@ def _route_kernel(
 
 
 @triton.jit(do_not_specialize=["pairs"])
+def _count_kernel(ids, counts, pairs, BLOCK: tl.constexpr):
+    """counts[e]: pairs of expert e, one program each."""
+    e = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, pairs, BLOCK):
+        flat = first + lanes
+        total += (tl.load(ids + flat, mask=flat < pairs, other=-1) == e).to(tl.int32)
+    tl.store(counts + e, tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["pairs"])
 def _plan_kernel(
-    ids, order, position, tile_expert, tile_first, tile_last, tile_count, pairs, experts,
-    R: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
+    ids, counted, order, position, tile_expert, tile_first, tile_last, tile_count, pairs, experts,
+    R: tl.constexpr, E: tl.constexpr, COUNTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Expert e's share of the plan. Every program counts all experts, so that none has to wait for another."""
+    """Expert e's share of the plan. Every program knows the counts of all experts (COUNTED) or counts by itself, so that none waits."""
     e = tl.program_id(0)
     bins = tl.arange(0, E)
     lanes = tl.arange(0, BLOCK)
-    counts = tl.zeros((E,), tl.int32)
-    for first in range(0, pairs, BLOCK):
-        flat = first + lanes
-        expert = tl.load(ids + flat, mask=flat < pairs, other=-1)
-        counts += tl.histogram(tl.where(expert < 0, 0, expert), E, mask=expert >= 0)
+    if COUNTED:
+        counts = tl.load(counted + bins, mask=bins < experts, other=0)
+    else:
+        counts = tl.zeros((E,), tl.int32)
+        for first in range(0, pairs, BLOCK):
+            flat = first + lanes
+            expert = tl.load(ids + flat, mask=flat < pairs, other=-1)
+            counts += tl.histogram(tl.where(expert < 0, 0, expert), E, mask=expert >= 0)
     tiles = (counts + R - 1) // R
     mine = tl.sum(tl.where(bins == e, counts, 0), 0)
     start = tl.sum(tl.where(bins < e, counts, 0), 0)
@@ -66,7 +81,7 @@ def _plan_kernel(
     for i in range(tl.cdiv(mine, R)):
         tl.store(tile_expert + tile + i, e)
         tl.store(tile_first + tile + i, start + i * R)
-        tl.store(tile_last + tile + i, start + mine)
+        tl.store(tile_last + tile + i, start + tl.minimum((i + 1) * R, mine))
     filled = start
     if mine > 0:
         for first in range(0, pairs, BLOCK):
@@ -88,21 +103,35 @@ class ExpertPlan:
     position: Tensor  # int32 [pairs]: place of each flat pair; undefined for ids of -1
     tile_expert: Tensor  # int32 [tiles]
     tile_first: Tensor  # int32 [tiles]: first place
-    tile_last: Tensor  # int32 [tiles]: end of the expert's places
+    tile_last: Tensor  # int32 [tiles]: end of the tile's places
     tile_count: Tensor  # int32 [1]
 
 
+_MANY_PAIRS = 4096
+"""(row, choice) pairs above which a launch of its own counts them: below, each program counts faster than a launch starts."""
+
+
 def expert_plan(ids: Tensor, experts: int, tile_rows: int) -> ExpertPlan:
-    """The plan of routing ids int32 [T, K]; one launch, no host synchronisation."""
+    """The plan of routing ids int32 [T, K]; one or two launches, no host synchronisation.
+
+    A step of one row needs no plan: its kernels find their tile among the ids, which stand here for every array.
+    """
     pairs = ids.numel()
+    if ids.shape[0] == 1:
+        return ExpertPlan(tile_rows, pairs, ids, ids, ids, ids, ids, ids)
     used = min(pairs, experts)
     tiles = min(pairs, used + pairs // tile_rows)
     sizes = [ceil_div(size, 4) * 4 for size in (pairs, pairs, tiles, tiles, tiles, 1)]  # 16 bytes: every piece is aligned alike
     buffer = torch.empty(sum(sizes), dtype=torch.int32, device=ids.device)
     order, position, expert, first, last, count = buffer.split(sizes)
+    many = pairs > _MANY_PAIRS
+    counts = torch.empty(experts, dtype=torch.int32, device=ids.device) if many else count
+    if many:
+        launch(_count_kernel, (experts,), ids, counts, pairs, warps=8, BLOCK=4096)
     launch(
-        _plan_kernel, (experts if pairs else 0,), ids, order, position, expert, first, last, count, pairs, experts,
-        R=tile_rows, E=power_of_two(experts, 32), BLOCK=min(1024, power_of_two(pairs, 32)),
+        _plan_kernel, (experts if pairs else 0,), ids, counts, order, position, expert, first, last, count, pairs, experts,
+        warps=8 if many else 4, R=tile_rows, E=power_of_two(experts, 32), COUNTED=many,
+        BLOCK=4096 if many else min(1024, power_of_two(pairs, 32)),
     )  # fmt: skip
     return ExpertPlan(tile_rows, tiles, order, position, expert, first, last, count)
 

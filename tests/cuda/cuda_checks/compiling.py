@@ -13,6 +13,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from deepinfer_backends.cuda_sm100.launch import Launch, plain_function
 
@@ -74,7 +75,8 @@ def signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tupl
 def compile_launch(launch: Launch, arch: int) -> Compiled:
     """Compiles one launch for `arch` (90 or 100), without a GPU."""
     types, constants, attributes = signature(launch)
-    source = ASTSource(plain_function(launch.kernel), types, constexprs=constants, attrs=attributes)
+    kernel = plain_function(launch.kernel)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, types, constexprs=constants, attrs=attributes)
     options = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": False}
     result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
