@@ -21,7 +21,8 @@ from deepinfer_backends.cuda_sm100.launch import INTERPRETED, Launch, observed_l
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="this process interprets kernels (TRITON_INTERPRET=1)")
 
-MATRIX = {"_linear_kernel", "_up_kernel", "_down_kernel", "_score_kernel", "_attention_kernel", "_rows_kernel"}
+GROUPED = {"_routed_up_kernel", "_routed_down_kernel"}  # SM90 only, steps of many rows only
+MATRIX = {"_linear_kernel", "_up_kernel", "_down_kernel", "_score_kernel", "_attention_kernel", "_rows_kernel", *GROUPED}
 # Bytes of local memory a thread may use. Attention holds 128 accumulators for each thread of 255 registers; what it spills is read back
 # once for a block of keys, beside about 100 KB of shared memory traffic.
 STACK_LIMIT = {"_rows_kernel": 320, "_attention_kernel": 384}
@@ -85,6 +86,12 @@ def test_products_for_decode_compile_as_meant(arch: int) -> None:
     uses = recorded(arch, (8,))
     wanted = {"_linear_kernel", "_up_kernel", "_down_kernel"}
     check(arch, list({use.launch.kernel.__name__: use for use in uses if use.launch.kernel.__name__ in wanted}.values()))
+
+
+def test_routed_experts_of_a_large_step_compile_as_meant() -> None:
+    uses = [use for use in recorded(90, (8192,)) if use.launch.kernel.__name__ in GROUPED]
+    assert {use.launch.kernel.__name__ for use in uses} == GROUPED
+    check(90, uses)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ TRITON_INTERPRET=1 must be set.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -12,10 +13,25 @@ import warnings
 
 import torch
 
-from cuda_checks.cases import all_cases, error
+from cuda_checks.cases import Case, Results, all_cases, error
 from cuda_checks.inputs import SMALL, Inputs
 from deepinfer_backends.cpu_ref.kernels import ReferenceKernels
+from deepinfer_backends.cuda_sm100 import routing
 from deepinfer_backends.cuda_sm100.kernels import CudaKernels
+from deepinfer_core.backend.kernels import Kernels
+
+
+def _counted_apart(case: Case) -> Case:
+    """The case with the plan of a large step, which two launches make."""
+
+    def run(kernels: Kernels, prepared: object) -> Results:
+        usual, routing._MANY_PAIRS = routing._MANY_PAIRS, 0
+        try:
+            return case.run(kernels, prepared)
+        finally:
+            routing._MANY_PAIRS = usual
+
+    return dataclasses.replace(case, run=run, note=f"{case.note} counted apart")
 
 
 def report(layout: int, rows: int, op: str = "") -> list[dict[str, object]]:
@@ -23,9 +39,8 @@ def report(layout: int, rows: int, op: str = "") -> list[dict[str, object]]:
     mine, reference = CudaKernels(device), ReferenceKernels(device)
     mine._arch = layout
     entries: list[dict[str, object]] = []
-    for case in all_cases(SMALL, Inputs(device, seed=rows), rows, context=96):
-        if op not in case.op:
-            continue
+    cases = [case for case in all_cases(SMALL, Inputs(device, seed=rows), rows, context=96) if op in case.op]
+    for case in (*cases, *(_counted_apart(case) for case in cases if case.op == "moe")):
         # Nothing to compare in zero rows: the call must return, and the results be empty.
         want = case.run(reference, case.prepare(reference)) if rows else {}
         start = time.perf_counter()
