@@ -238,8 +238,8 @@ def _swiglu_kernel(products, h, rows, width, limit, R: tl.constexpr, N: tl.const
 
 
 def tile_rows(rows: int, top_k: int, experts: int, least: int = 16) -> int:
-    """Pairs of one tile: about what an expert gets, between `least` and 128."""
-    return min(128, power_of_two(min(rows, ceil_div(2 * rows * top_k, experts)), least))
+    """Pairs of one tile: a third more than an expert gets if routing is even, between `least` and 128."""
+    return min(128, power_of_two(min(rows, ceil_div(4 * rows * top_k, 3 * experts)), least))
 
 
 def _scales(weight: MatrixWeight) -> tuple[Tensor, int]:
@@ -298,7 +298,7 @@ class ExpertOps:
     def moe(self, x: Activation, routing: Routing, experts: Weight, shared: Weight | None, limit: float) -> Tensor:
         (rows, top_k), pairs = routing.ids.shape, routing.ids.numel()
         block_r = tile_rows(rows, top_k, experts.w13.count, 16 if self._invariant or self._arch >= 100 else 8)
-        many = block_r == 128 and grouped.takes(experts, self._arch, rows, top_k)
+        many = block_r >= 64 and grouped.takes(experts, self._arch, rows, top_k)
         library = shared is not None and x.scales is None and self._library(rows)  # type: ignore[attr-defined]
         shared_tiles = 0 if shared is None or library else ceil_div(rows, block_r)
         ids, route = routing.ids.contiguous(), routing.weights.contiguous()
@@ -336,7 +336,7 @@ class ExpertOps:
     def _down_projections(self, h: QuantizedRows, work: _Work, experts: ExpertWeights, shared: ExpertWeights | None, out: Tensor) -> None:
         w, s = experts.w2, (shared or experts).w2
         (w_scales, scale_step), (s_scales, _) = _scales(w), _scales(s)
-        shape = self._down_shape(work)
+        shape = self._down_shape(work, w.outputs)
         launch(
             _down_kernel, (ceil_div(w.outputs, shape.block_n), work.tiles),
             h.values, h.scales, w.data, w_scales, s.data, s_scales, out, work.ids, *work.arguments,
@@ -352,8 +352,10 @@ class ExpertOps:
             block_n = 32
         return _Shape(block_n, self._tile_warps(block_n * 2, work.block_r), 4 if block_n == 32 else 3)
 
-    def _down_shape(self, work: _Work) -> _Shape:
+    def _down_shape(self, work: _Work, outputs: int) -> _Shape:
         block_n = self._block_n(work.block_r)
+        if work.block_r == 8 and work.tiles * ceil_div(outputs, 128) >= _PROGRAMS:
+            block_n = 128
         return _Shape(block_n, self._tile_warps(block_n, work.block_r), 4 if 16 <= work.block_r <= 32 else 3)
 
     def _tile_warps(self, block_n: int, rows: int) -> int:

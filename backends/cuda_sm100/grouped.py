@@ -2,7 +2,7 @@
 
 Triton waits for every product whose first operand comes from registers. Here layouts are explicit and products asynchronous: a thread
 loads the packed words of exactly the weights that `wgmma` takes from it, and decodes a group of 32 inputs while the product of the group
-before runs. Activations come through shared memory, a tile of 128 inputs ahead.
+before runs. Activations come through shared memory, two tiles of 128 inputs ahead.
 
 A tile is 256 weight rows times up to 128 + `_REST` rows of one expert. In a large step many experts have a few rows more than 128: a
 second, narrow product with the same decoded weights takes them along, which costs an eighth of a second tile. Sums have the order of
@@ -25,7 +25,7 @@ _REST = 16
 TILE_ROWS = 128 + _REST
 
 _WARPS = 8  # two groups of four: each takes 64 of every 128 weight rows
-_SLOTS, _AHEAD = 3, 1
+_SLOTS, _AHEAD = 4, 2
 """Tiles of activations in shared memory; how many are on their way. The last products may still read the tile before the current one."""
 
 
@@ -91,29 +91,37 @@ def _product(
     exponents = gl.load(scales + n)
     acc = gl.zeros((256, R), gl.float32, mma)
     rest = gl.zeros((256, narrow), gl.float32, rest_mma)
+    w = _decoded(word, exponents, 0, gl.DotOperandLayout(0, mma, 2))
     for t in range(tiles):
         async_copy.wait_group(AHEAD - 1)
         gl.thread_barrier()
         coming = (t + AHEAD) % SLOTS
         ahead = gl.minimum(t + AHEAD, tiles - 1) * 128
-        async_copy.async_copy_global_to_shared(buffer.index(coming), x + ahead + x_at)
-        if REST:
-            async_copy.async_copy_global_to_shared(rest_buffer.index(coming), x + ahead + rest_at)
-        async_copy.commit_group()
         after = gl.minimum(t + 1, tiles - 1) * outputs
         values, rest_values = buffer.index(t % SLOTS), rest_buffer.index(t % SLOTS)
         for group in gl.static_range(4):
-            w = _decoded(word, exponents, group, gl.DotOperandLayout(0, mma, 2))
-            if group == 3:  # the words are used up: their successors come while the last product runs
-                word = gl.load(weight + after * 16 + word_at)
-                exponents = gl.load(scales + after + n)
             acc = warpgroup_mma(w, values.slice(group * 32, 32, dim=1).permute((1, 0)), acc, is_async=True)
             if REST:
-                w = gl.convert_layout(w, gl.DotOperandLayout(0, rest_mma, 2), assert_trivial=True)
-                rest = warpgroup_mma(w, rest_values.slice(group * 32, 32, dim=1).permute((1, 0)), rest, is_async=True)
+                rest_w = gl.convert_layout(w, gl.DotOperandLayout(0, rest_mma, 2), assert_trivial=True)
+                rest = warpgroup_mma(rest_w, rest_values.slice(group * 32, 32, dim=1).permute((1, 0)), rest, is_async=True)
+            if group == 0:  # what later tiles need is asked for early
+                next_word = gl.load(weight + after * 16 + word_at)
+                next_exponents = gl.load(scales + after + n)
+            if group < 3:
+                w = _decoded(word, exponents, group + 1, gl.DotOperandLayout(0, mma, 2))
+            else:  # the next product starts right behind the barrier
+                w = _decoded(next_word, next_exponents, 0, gl.DotOperandLayout(0, mma, 2))
+            if group == 0:
+                async_copy.async_copy_global_to_shared(buffer.index(coming), x + ahead + x_at)
+                if REST:
+                    async_copy.async_copy_global_to_shared(rest_buffer.index(coming), x + ahead + rest_at)
+                async_copy.commit_group()
+            if REST:
                 acc, rest = warpgroup_mma_wait(2, deps=[acc, rest])
             else:
                 acc = warpgroup_mma_wait(1, deps=[acc])
+        word = next_word
+        exponents = next_exponents
     async_copy.wait_group(0)
     if REST:
         acc, rest = warpgroup_mma_wait(0, deps=[acc, rest])

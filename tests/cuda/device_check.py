@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from cuda_checks.cases import Case, all_cases, error
+from cuda_checks.cases import Case, all_cases, error, moe_cases
 from cuda_checks.inputs import RELEASED, SMALL, Geometry, Inputs
 from cuda_checks.invariance import invariance_problems
 from cuda_checks.precompile import precompile
@@ -27,6 +27,7 @@ from deepinfer_backends.cpu_ref.kernels import ReferenceKernels
 from deepinfer_backends.cuda_sm100.kernels import CudaKernels
 from deepinfer_backends.cuda_sm100.runtime import CudaRuntime
 
+LARGE_ROWS = 7000
 SAMPLED_ROWS = 64  # rows up to which ops over the vocabulary are compared: the reference sorts it
 
 
@@ -88,6 +89,16 @@ def check_ops(report: Report, label: str, geometry: Geometry, rows: int, context
                 report.add(name, problem, trace=traceback.format_exc()[-2000:])
                 raise
         report.add(name, problem, error=worst, bound=case.bound, seconds=round(time.perf_counter() - start, 3))
+
+
+def check_large_step(report: Report) -> None:
+    """Experts of a step that the grouped products take, some of them with more rows than a wide product has."""
+    device = torch.device("cuda:0")
+    mine, reference = CudaKernels(device), ReferenceKernels(device)
+    for case in moe_cases(RELEASED, Inputs(device, seed=1), LARGE_ROWS):
+        worst, problem = compared(case, mine, reference)
+        report.add(f"released {case.op}({case.note}) rows={LARGE_ROWS}", problem, error=worst, bound=case.bound)
+    torch.cuda.empty_cache()
 
 
 def check_runtime(report: Report) -> None:

@@ -17,8 +17,8 @@ from deepinfer_backends.cuda_sm100.weights import ExpertWeights, MatrixWeight
 from deepinfer_core.backend.formats import WeightFormat
 
 
-@pytest.mark.parametrize(("rows", "least", "expected"), [(1, 8, 8), (1, 16, 16), (256, 8, 8), (300, 8, 16), (8192, 8, 128)])
-def test_tiles_hold_about_twice_what_an_expert_gets(rows: int, least: int, expected: int) -> None:
+@pytest.mark.parametrize(("rows", "least", "expected"), [(1, 8, 8), (1, 16, 16), (384, 8, 8), (385, 8, 16), (1537, 8, 64), (8192, 8, 128)])
+def test_tiles_hold_a_third_more_than_an_expert_gets(rows: int, least: int, expected: int) -> None:
     assert tile_rows(rows, 6, 384, least) == expected
 
 
