@@ -166,6 +166,8 @@ def main() -> int:
         guarded(report, "released", lambda count=count: check_ops(report, "released", RELEASED, count, 8192, wanted, False))
         print(f"released sizes, {count} rows, done after {time.monotonic() - start:.0f} s", flush=True)
         torch.cuda.empty_cache()
+    if (not options.ops or "moe" in wanted) and not report.late():
+        guarded(report, "large step", lambda: check_large_step(report))
     if not options.ops:
         guarded(report, "invariance", lambda: [report.add(f"invariance {op}", problem) for op, problem in invariance_problems()] and None)
     guarded(report, "invariant mode", lambda: check_ops(report, "released", RELEASED, 64, 8192, wanted, True))
