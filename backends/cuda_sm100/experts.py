@@ -24,6 +24,7 @@ from deepinfer_backends.cuda_sm100.numeric import power_of_two as exact_power
 from deepinfer_backends.cuda_sm100.products import FORMAT_CODE, tile_product
 from deepinfer_backends.cuda_sm100.routing import ExpertPlan, expert_plan
 from deepinfer_backends.cuda_sm100.weights import TILE, ExpertWeights, MatrixWeight, expert_weights
+from deepinfer_core.backend.formats import WeightFormat
 from deepinfer_core.backend.types import Activation, ExpertTensors, Routing, Weight
 
 
@@ -299,7 +300,7 @@ class ExpertOps:
         (rows, top_k), pairs = routing.ids.shape, routing.ids.numel()
         block_r = tile_rows(rows, top_k, experts.w13.count, 16 if self._invariant or self._arch >= 100 else 8)
         many = block_r >= 64 and grouped.takes(experts, self._arch, rows, top_k)
-        library = shared is not None and x.scales is None and self._library(rows)  # type: ignore[attr-defined]
+        library = x.scales is None and self._library(rows) and shared is not None and _is_decodable(shared)  # type: ignore[attr-defined]
         shared_tiles = 0 if shared is None or library else ceil_div(rows, block_r)
         ids, route = routing.ids.contiguous(), routing.weights.contiguous()
         plan = expert_plan(ids, experts.w13.count, grouped.TILE_ROWS if many else block_r)
@@ -313,7 +314,7 @@ class ExpertOps:
         if many:
             grouped.routed_down(h.values, plan, experts, out)
         self._down_projections(h, work, experts, shared, out)
-        if library:
+        if shared is not None and library:
             _shared_product(x.values, shared, limit, out[pairs:])
         return _combined(out, work, shared is not None)
 
@@ -374,6 +375,11 @@ def _combined(out: Tensor, work: _Work, shared: bool) -> Tensor:
         TOP_K=top_k, K=power_of_two(top_k), SHARED=shared, SINGLE=rows == 1, BLOCK=block,
     )  # fmt: skip
     return y
+
+
+def _is_decodable(experts: ExpertWeights) -> bool:
+    """Whether `decoded_weight` knows the formats."""
+    return all(w.format is not WeightFormat.FP4_G32 for w in (experts.w13, experts.w2))
 
 
 def _shared_product(x: Tensor, shared: ExpertWeights, limit: float, out: Tensor) -> None:
