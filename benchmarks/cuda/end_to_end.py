@@ -24,10 +24,11 @@ from typing import Any
 
 import golden_on_device
 import torch
-from driving import admit, distinct_experts, fill_caches, leave, timed_prefill, timed_steps
+from driving import admit, distinct_experts, fill_caches, leave, recorded_routing, timed_prefill, timed_steps
 from profiling import Profile, profiled
 from released_model import Shape, build
 from result_page import page
+from torch import Tensor
 from traffic import Traffic, bound_ms
 
 from deepinfer_core.engine.engine import Engine
@@ -47,6 +48,7 @@ class Run:
         self.profiles: list[Profile] = []
         self.engine: Engine | None = None
         self.traffic: Traffic | None = None
+        self.routed: dict[int, list[Tensor]] = {}  # by batch: the expert ids of each layer, which every replay of its graph writes anew
 
     def part(self, name: str, work: Callable[[], Any]) -> None:
         """Runs one part if there is time, keeps its result or its traceback, and writes everything."""
@@ -92,7 +94,10 @@ class Run:
         if not claims.graph_capture and not self.options.pretend_graphs:
             return {"captured": False}
         engine.runner.use_graphs(sorted(self.batches), engine.parts.limits.max_positions)
-        failed = engine.runner.capture(lambda size: print(f"graph of {size} rows", flush=True))
+        with recorded_routing(engine) as seen:
+            failed = engine.runner.capture(lambda size: print(f"graph of {size} rows", flush=True))
+        layers = engine.parts.model_config.text_config.num_hidden_layers
+        self.routed = {size: [r.ids for r in seen if len(r.ids) == size][-layers:] for size in self.batches}
         return {"captured": True, "failed": failed}
 
     def decode(self, batch: int) -> dict[str, Any]:
@@ -104,11 +109,15 @@ class Run:
         try:
             if graphs is not None:
                 row |= self.figures(batch, "graph", *timed_steps(engine, o.steps))
+                row["distinct experts"] = distinct_experts(self.routed[batch])
                 self.results[f"decode {batch}"] = row
                 self.write()
             engine.runner.graphs = None
             row |= self.figures(batch, "eager", *timed_steps(engine, o.eager_steps))
-            row["distinct experts"] = distinct_experts(engine)
+            with recorded_routing(engine) as seen:
+                self.one_step(engine)
+            row["distinct experts, eager"] = distinct_experts([routing.ids for routing in seen])
+            row.setdefault("distinct experts", row["distinct experts, eager"])
             assert self.traffic is not None
             context = o.context + batch // 2 + o.steps
             nbytes = self.traffic.decode_bytes(batch, context, row["distinct experts"])
