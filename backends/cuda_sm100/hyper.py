@@ -55,13 +55,13 @@ def _mix_kernel(
         at = fn + column[:, None] * (M * size) + j * size + channel[None, :]
         weight = tl.load(at, mask=(column < COLUMNS)[:, None] & (channel < size)[None, :], other=0.0)
         s = tl.load(streams + r.to(tl.int64)[:, None] * stride + j * size + channel[None, :], mask=inside, other=0.0)
-        loaded += ((weight, s, tl.load(pre + r * M + j, mask=r < rows, other=0.0)),)
+        loaded += ((weight, s, tl.load(pre + r * M + j, mask=r < rows, other=0.0)),)  # type: ignore[assignment]
     mix = tl.zeros((W, R), tl.float32)
     squares = tl.zeros((R, C), tl.float32)
     collapsed = tl.zeros((R, C), tl.float32)
     for j in tl.static_range(M):
-        weight, s, share = loaded[j]
-        f = s.to(tl.float32)
+        weight, s, share = loaded[j]  # type: ignore[var-annotated]
+        f = s.to(tl.float32)  # type: ignore[var-annotated]
         squares += f * f
         collapsed += share[:, None] * f
         high, rest = _truncated(weight)

@@ -162,12 +162,8 @@ class LinearOps:
         flat = out.flatten(1)
         if self._library(flat.shape[0]):
             decoded = decoded_weight(wo_a).view(groups, -1, wo_a.inputs)
-            z = (
-                torch.bmm(flat.view(-1, groups, wo_a.inputs).transpose(0, 1), decoded.transpose(1, 2))
-                .transpose(0, 1)
-                .reshape(len(flat), -1)
-            )
-            return self.quantized_linear(self.quantize(z), wo_b)  # type: ignore[attr-defined]
+            grouped = torch.bmm(flat.view(-1, groups, wo_a.inputs).transpose(0, 1), decoded.transpose(1, 2))
+            return self.quantized_linear(self.quantize(grouped.transpose(0, 1).reshape(len(flat), -1)), wo_b)  # type: ignore[attr-defined]
         z = QuantizedRows.empty(len(flat), wo_a.outputs, flat.device, self._arch)
         self._product(QuantizedRows(flat, None), wo_a, torch.bfloat16, groups, quantized=z)
         return self.quantized_linear(z, wo_b)
