@@ -11,50 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer_backends.cuda_sm100.caches import FORMATS, EntryLayout
+from deepinfer_backends.cuda_sm100 import hopper, hopper_decode
+from deepinfer_backends.cuda_sm100.caches import FORMATS, EntryLayout, fp4_keys, fp8_keys
 from deepinfer_backends.cuda_sm100.launch import ceil_div, launch, power_of_two
 from deepinfer_backends.cuda_sm100.numeric import turned
-from deepinfer_backends.cuda_sm100.prefill import expands, prefill_attention, rotate_kernel
-from deepinfer_backends.cuda_sm100.products import decoded_pairs
+from deepinfer_backends.cuda_sm100.prefill import attend_block, expands, prefill_attention, rotate_kernel
 from deepinfer_core.backend.types import Rope, SelectedEntries, WindowKeys
 
 _KEYS = 32  # keys of one block: two blocks in flight, their decoded copy and the query fill the shared memory of a multiprocessor
 _MOST_SPLITS = 32
 _PROGRAMS = 132  # multiprocessors of an H200; one program fills one
-
-
-@triton.jit
-def _fp8_keys(data, scales, inside, DIM: tl.constexpr, D: tl.constexpr, K: tl.constexpr):
-    """bfloat16 [K, D] of K FP8 entries at data and scales; zeros where not inside."""
-    d, group = tl.arange(0, D), tl.arange(0, D // 32)
-    byte = tl.load(data[:, None] + d[None, :], mask=inside[:, None] & (d < DIM)[None, :], other=0)
-    scale = tl.load(scales[:, None] + group[None, :], mask=inside[:, None] & (group * 32 < DIM)[None, :], other=0)
-    factor = (scale.to(tl.int32) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    values = byte.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
-    return tl.reshape(tl.reshape(values, (K, D // 32, 32)) * factor[:, :, None], (K, D))
-
-
-@triton.jit
-def _fp4_keys(data, scales, inside, DIM: tl.constexpr, D: tl.constexpr, K: tl.constexpr):
-    """bfloat16 [K, D] of K FP4 entries (one e4m3 scale for 8 pairs)."""
-    pair, group = tl.arange(0, D // 2), tl.arange(0, D // 16)
-    byte = tl.load(data[:, None] + pair[None, :], mask=inside[:, None] & (pair < DIM // 2)[None, :], other=0)
-    scale = tl.load(scales[:, None] + group[None, :], mask=inside[:, None] & (group * 16 < DIM)[None, :], other=0)
-    factor = scale.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
-    even, odd = decoded_pairs(byte)
-    values = tl.reshape(tl.join(even, odd), (K, D // 16, 16))
-    return tl.reshape(values * factor[:, :, None], (K, D))
-
-
-@triton.jit
-def _attend(q, k, inside, scale, top, total, acc):
-    """One block of keys into the running softmax: (top, total, acc)."""
-    s = tl.where(inside[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
-    new_top = tl.maximum(top, tl.max(s, 1))
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    p = tl.exp(s - base[:, None])
-    shrink = tl.exp(top - base)
-    return new_top, total * shrink + tl.sum(p, 1), tl.dot(p.to(tl.bfloat16), k, acc * shrink[:, None])
 
 
 _VARYING = ["columns", "window_stride", "table_stride", "selected_stride", "window_blocks", "split_blocks"]
@@ -82,11 +48,11 @@ def _attention_kernel(
         stored = (index >= 0) & (index < ring_rows)
         slot = tl.where(stored, index, 0)
         at = ring + (slot // ring_n).to(tl.int64) * ring_stride + (slot % ring_n) * ring_step
-        k = _fp8_keys(at, at + DIM, stored, DIM, D, K)
+        k = fp8_keys(at, at + DIM, stored, DIM, D, K)
         fresh = index >= ring_rows
         mine = current + tl.where(fresh, index - ring_rows, 0).to(tl.int64) * current_stride
         k = tl.where(fresh[:, None], tl.load(mine[:, None] + d[None, :], mask=fresh[:, None] & (d < DIM)[None, :], other=0.0), k)
-        top, total, acc = _attend(q, k, index >= 0, scale, top, total, acc)
+        top, total, acc = attend_block(q, k, index >= 0, scale, top, total, acc)
     if SELECTED:
         pages_of = block_table + tl.load(sequence + row) * table_stride
         begin = tl.maximum(first - window_blocks, 0)
@@ -98,8 +64,8 @@ def _attention_kernel(
             page = pages + tl.load(pages_of + entry // page_n, mask=inside, other=0).to(tl.int64) * page_stride
             data = page + (entry % page_n) * page_step
             scales = page + page_scale_first + (entry % page_n) * page_scale_step
-            k = _fp4_keys(data, scales, inside, DIM, D, K) if FP4 else _fp8_keys(data, scales, inside, DIM, D, K)
-            top, total, acc = _attend(q, k, inside, scale, top, total, acc)
+            k = fp4_keys(data, scales, inside, DIM, D, K) if FP4 else fp8_keys(data, scales, inside, DIM, D, K)
+            top, total, acc = attend_block(q, k, inside, scale, top, total, acc)
     at_part = (row * tl.num_programs(1) + split) * H + head
     tl.store(part_top + at_part, top)
     tl.store(part_total + at_part, total)
@@ -107,7 +73,7 @@ def _attention_kernel(
 
 
 @triton.jit(do_not_specialize=["splits"])
-def _merge_kernel(
+def merge_kernel(
     part_top, part_total, part_out, out, sink, table, positions, heads, splits,
     H: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, RD: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -139,6 +105,8 @@ class AttentionOps:
         rows, heads, dim = query.shape
         if not self._invariant and expands(rows, window, selected):
             return prefill_attention(query, window, selected, sink, scale, rope, self._arch)
+        if hopper_decode.serves(self._arch, query, window, selected, rope, scale):
+            return self._attention_on_hopper(query, window, selected, sink, scale, rope)
         device = query.device
         columns, topk = window.index.shape[1], selected.index.shape[1] if selected else 0
         blocks = ceil_div(columns, _KEYS) + ceil_div(topk, _KEYS)
@@ -168,7 +136,29 @@ class AttentionOps:
             FP4=selected is not None and FORMATS[selected.pages.format] == 1,
         )  # fmt: skip
         launch(
-            _merge_kernel, (rows, heads), part_top, part_total, part_out, out, sink, rope.table, rope.positions, heads, splits,
+            merge_kernel, (rows, heads), part_top, part_total, part_out, out, sink, rope.table, rope.positions, heads, splits,
             warps=4, H=h, DIM=dim, D=d, RD=rd, SPLITS=_MOST_SPLITS,
+        )  # fmt: skip
+        return out
+
+    def _attention_on_hopper(
+        self, query: Tensor, window: WindowKeys, selected: SelectedEntries | None, sink: Tensor, scale: float, rope: Rope
+    ) -> Tensor:
+        rows, heads, dim = query.shape
+        tile = hopper.TILE_KEYS
+        tiles = ceil_div(window.index.shape[1], tile) + ceil_div(selected.index.shape[1] if selected else 0, tile)
+        # Two tiles take less time than merging their shares.
+        splits = 1 if self._invariant or tiles <= 2 else max(1, min(tiles, _PROGRAMS // max(rows, 1)))
+        out = torch.empty(rows, heads, dim, dtype=torch.bfloat16, device=query.device)
+        if splits == 1:
+            hopper_decode.attend(query, window, selected, sink, scale, rope, out, None, 1)
+            return out
+        h = hopper.HEADS
+        part_out = torch.empty(rows, splits, h, dim, device=query.device)
+        part_top, part_total = torch.empty(2, rows, splits, h, device=query.device)
+        hopper_decode.attend(query, window, selected, sink, scale, rope, out, (part_top, part_total, part_out), splits)
+        launch(
+            merge_kernel, (rows, heads), part_top, part_total, part_out, out, sink, rope.table, rope.positions, heads, splits, warps=4,
+            H=h, DIM=dim, D=dim, RD=rope.table.shape[1], SPLITS=power_of_two(splits, 4),
         )  # fmt: skip
         return out

@@ -15,6 +15,7 @@ from torch import Tensor
 from deepinfer_backends.cuda_sm100.launch import ceil_div, launch, power_of_two
 from deepinfer_backends.cuda_sm100.numeric import bf16, e2m1_code, e2m1_value, fp4_exponent, fp8_exponent, fp8_round, rope_angles, rotated
 from deepinfer_backends.cuda_sm100.numeric import power_of_two as exact_power
+from deepinfer_backends.cuda_sm100.products import decoded_pairs
 from deepinfer_core.backend.formats import CacheFormat
 from deepinfer_core.backend.types import CompressorRing, CompressorRows, IndexQuery, PagedEntries, Rope, WindowRing
 
@@ -174,6 +175,29 @@ def _index_query_kernel(
         first = values + vector * dim + pair[None, :]
         tl.store(first, (e2m1_value(even) * factor).to(tl.bfloat16), mask=real)
         tl.store(first + pairs, (e2m1_value(odd) * factor).to(tl.bfloat16), mask=real)
+
+
+@triton.jit
+def fp8_keys(data, scales, inside, DIM: tl.constexpr, D: tl.constexpr, K: tl.constexpr):
+    """bfloat16 [K, D] of K FP8 entries at data and scales; zeros where not inside."""
+    d, group = tl.arange(0, D), tl.arange(0, D // 32)
+    byte = tl.load(data[:, None] + d[None, :], mask=inside[:, None] & (d < DIM)[None, :], other=0)
+    scale = tl.load(scales[:, None] + group[None, :], mask=inside[:, None] & (group * 32 < DIM)[None, :], other=0)
+    factor = (scale.to(tl.int32) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    values = byte.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+    return tl.reshape(tl.reshape(values, (K, D // 32, 32)) * factor[:, :, None], (K, D))
+
+
+@triton.jit
+def fp4_keys(data, scales, inside, DIM: tl.constexpr, D: tl.constexpr, K: tl.constexpr):
+    """bfloat16 [K, D] of K FP4 entries (one e4m3 scale for 8 pairs)."""
+    pair, group = tl.arange(0, D // 2), tl.arange(0, D // 16)
+    byte = tl.load(data[:, None] + pair[None, :], mask=inside[:, None] & (pair < DIM // 2)[None, :], other=0)
+    scale = tl.load(scales[:, None] + group[None, :], mask=inside[:, None] & (group * 16 < DIM)[None, :], other=0)
+    factor = scale.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+    even, odd = decoded_pairs(byte)
+    values = tl.reshape(tl.join(even, odd), (K, D // 16, 16))
+    return tl.reshape(values * factor[:, :, None], (K, D))
 
 
 @triton.jit

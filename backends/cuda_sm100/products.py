@@ -69,7 +69,7 @@ def _pair_assembly() -> str:
 
 _NIBBLES = tl.constexpr(_nibble_assembly())
 _BYTES = tl.constexpr(_byte_assembly())
-_PAIRS = tl.constexpr(_pair_assembly())
+PAIR_ASSEMBLY = tl.constexpr(_pair_assembly())
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def decoded_bytes(word):
 def decoded_pairs(byte):
     """(even, odd) bfloat16 values of uint8 bytes of two e2m1 codes, low nibble even."""
     if _ASSEMBLY:
-        return tl.inline_asm_elementwise(_PAIRS, "=r,=r,=r,=r,r", [byte], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(PAIR_ASSEMBLY, "=r,=r,=r,=r,r", [byte], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
     code = byte.to(tl.int32)
     unit = tl.full((1,), 8.507059173023462e37, tl.bfloat16)  # 2^126
     return _as_bf16(((code & 8) << 12) | ((code & 7) << 6)) * unit, _as_bf16(((code & 128) << 8) | ((code & 112) << 2)) * unit

@@ -81,13 +81,9 @@ def linear_alternatives(rows: int) -> Iterator[Alternative]:
 
 def attention_alternatives(rows: int) -> Iterator[Alternative]:
     yield "shipped", [], {}
-    if rows >= 256:
-        for k, stages, warps in itertools.product((32, 64), (1, 2, 3), (4, 8)):
-            if (k, stages) != (64, 3):
-                yield f"K={k} stages={stages} warps={warps}", [], {"_rows_kernel": {"K": k, "stages": stages, "warps": warps}}
-    else:
-        for stages, programs in itertools.product((1, 2, 3), (66, 132, 264)):
-            yield f"stages={stages} programs={programs}", [(attention, "_PROGRAMS", programs)], {"_attention_kernel": {"stages": stages}}
+    if rows < 256:
+        for programs in (66, 132, 264):
+            yield f"programs={programs}", [(attention, "_PROGRAMS", programs)], {}
 
 
 def select_alternatives(rows: int) -> Iterator[Alternative]:

@@ -22,11 +22,9 @@ from deepinfer_backends.cuda_sm100.launch import INTERPRETED, Launch, observed_l
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="this process interprets kernels (TRITON_INTERPRET=1)")
 
 GROUPED = {"_routed_up_kernel", "_routed_down_kernel"}  # SM90 only, steps of many rows only
-MATRIX = {"_linear_kernel", "_up_kernel", "_down_kernel", "_score_kernel", "_attention_kernel", "_rows_kernel", *GROUPED}
-# Bytes of local memory a thread may use. Attention holds 128 accumulators for each thread of 255 registers; what it spills is read back
-# once for a block of keys, beside about 100 KB of shared memory traffic.
-STACK_LIMIT = {"_rows_kernel": 320, "_attention_kernel": 384}
-STACK_ELSEWHERE = 64
+HOPPER_ATTENTION = {"decode_kernel", "rows_kernel"}
+MATRIX = {"_linear_kernel", "_up_kernel", "_down_kernel", "_score_kernel", "_attention_kernel", "_rows_kernel", *GROUPED, *HOPPER_ATTENTION}
+STACK_LIMIT = 64  # bytes of local memory a thread may use
 SHARED_LIMIT = 232_448  # bytes a program may use on both architectures
 TENSOR_MEMORY_LIMIT = 512  # columns of a multiprocessor on SM100; Triton compiles a kernel that needs more to nothing
 
@@ -58,7 +56,7 @@ def recorded(arch: int, rows: tuple[int, ...]) -> list[Use]:
 
 def problems_of(compiled: Compiled, arch: int, launch: Launch) -> list[str]:
     problems = []
-    if compiled.stack > STACK_LIMIT.get(compiled.kernel, STACK_ELSEWHERE):
+    if compiled.stack > STACK_LIMIT:
         problems.append(f"spills {compiled.stack} bytes")
     if compiled.shared > SHARED_LIMIT:
         problems.append(f"needs {compiled.shared} bytes of shared memory")
@@ -91,6 +89,13 @@ def test_products_for_decode_compile_as_meant(arch: int) -> None:
 def test_routed_experts_of_a_large_step_compile_as_meant() -> None:
     uses = [use for use in recorded(90, (8192,)) if use.launch.kernel.__name__ in GROUPED]
     assert {use.launch.kernel.__name__ for use in uses} == GROUPED
+    check(90, uses)
+
+
+def test_attention_for_hopper_compiles_as_meant() -> None:
+    """The Gluon kernels, which no interpreter runs: wgmma, and accumulators that stay in registers."""
+    uses = [use for use in recorded(90, (8, 8192)) if use.launch.kernel.__name__ in HOPPER_ATTENTION]
+    assert {use.launch.kernel.__name__ for use in uses} == HOPPER_ATTENTION
     check(90, uses)
 
 

@@ -16,7 +16,7 @@ import torch
 from cuda_checks.cases import Case, Results, all_cases, error
 from cuda_checks.inputs import SMALL, Inputs
 from deepinfer_backends.cpu_ref.kernels import ReferenceKernels
-from deepinfer_backends.cuda_sm100 import routing
+from deepinfer_backends.cuda_sm100 import prefill, routing
 from deepinfer_backends.cuda_sm100.kernels import CudaKernels
 from deepinfer_core.backend.kernels import Kernels
 
@@ -34,13 +34,30 @@ def _counted_apart(case: Case) -> Case:
     return dataclasses.replace(case, run=run, note=f"{case.note} counted apart")
 
 
+def _expanded(case: Case) -> Case:
+    """The case on attention's way for many rows."""
+
+    def run(kernels: Kernels, prepared: object) -> Results:
+        usual = prefill.PREFILL_ROWS, prefill.KEYS_PER_ROW
+        prefill.PREFILL_ROWS, prefill.KEYS_PER_ROW = 1, 1 << 30
+        try:
+            return case.run(kernels, prepared)
+        finally:
+            prefill.PREFILL_ROWS, prefill.KEYS_PER_ROW = usual
+
+    return dataclasses.replace(case, run=run, note=f"{case.note} expanded")
+
+
+_OTHER_WAYS = {"moe": _counted_apart, "sparse_attention": _expanded}
+
+
 def report(layout: int, rows: int, op: str = "") -> list[dict[str, object]]:
     device = torch.device("cpu")
     mine, reference = CudaKernels(device), ReferenceKernels(device)
     mine._arch = layout
     entries: list[dict[str, object]] = []
     cases = [case for case in all_cases(SMALL, Inputs(device, seed=rows), rows, context=96) if op in case.op]
-    for case in (*cases, *(_counted_apart(case) for case in cases if case.op == "moe")):
+    for case in (*cases, *(_OTHER_WAYS[case.op](case) for case in cases if case.op in _OTHER_WAYS)):
         # Nothing to compare in zero rows: the call must return, and the results be empty.
         want = case.run(reference, case.prepare(reference)) if rows else {}
         start = time.perf_counter()
