@@ -31,6 +31,24 @@ from deepinfer_core.backend.types import Rope, SelectedEntries, WindowKeys
 
 _MOST_TILES = 40  # room for the lists of their entries in shared memory
 
+
+def _byte_assembly() -> str:
+    """Four e4m3 bytes -> bfloat16 values of the first two ($0) and of the last two ($1).
+
+    Their bits, moved, are those of bfloat16 numbers that lack a factor 2^120. A cast converts value by value instead, in half precision first.
+    """
+    lines = [".reg .b32 a, t, unit;", "mov.b32 unit, 0x7B807B80;"]
+    for half, selector in ((0, "0x4140"), (1, "0x4342")):
+        lines += [
+            f"prmt.b32 a, $2, 0, {selector};",
+            "shl.b32 t, a, 8;", "and.b32 t, t, 0x80008000;",
+            "shl.b32 a, a, 4;", "lop3.b32 a, a, 0x07F007F0, t, 0xEA;",
+            f"mul.rn.bf16x2 ${half}, a, unit;",
+        ]  # fmt: skip
+    return "{ " + " ".join(lines) + " }"
+
+
+_BYTE_ASSEMBLY = gl.constexpr(_byte_assembly())
 _ABSENT = gl.constexpr(-16)  # among byte offsets of entries: no entry
 _CURRENT = gl.constexpr(-32)  # _CURRENT - x: element x of this step's keys
 _LIST = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 2], [1, 0]))  # [tiles, 64] offsets
@@ -94,7 +112,8 @@ def _fetch_tile(
 @gluon.jit
 def _decode_fp8(k, data, scales, current, offset, C: gl.constexpr, FRESH: gl.constexpr):
     """Values 128*C .. of 64 FP8 entries; FRESH: keys of this step in place of those whose offset says so."""
-    values = data.slice(C * 128, 128, dim=1).load(_DECODED).to(gl.float8e4nv, bitcast=True).to(gl.bfloat16)
+    byte = data.slice(C * 128, 128, dim=1).load(_DECODED)
+    values = gl.inline_asm_elementwise(_BYTE_ASSEMBLY, "=r,=r,r", [byte], dtype=gl.bfloat16, is_pure=True, pack=4)
     groups = gl.reshape(values, (64, 4, 2, 16))
     exponent = scales.slice(C * 4, 4, dim=1).load(gl.SliceLayout(2, gl.SliceLayout(3, groups.type.layout)))
     factor = (exponent.to(gl.int32) << 7).to(gl.int16).to(gl.bfloat16, bitcast=True)
