@@ -35,7 +35,7 @@ _MOST_TILES = 40  # room for the lists of their entries in shared memory
 def _byte_assembly() -> str:
     """Four e4m3 bytes -> bfloat16 values of the first two ($0) and of the last two ($1).
 
-    Their bits, moved, are those of bfloat16 numbers that lack a factor 2^120. A cast converts value by value instead, in half precision first.
+    Their bits, moved, are those of bfloat16 numbers that lack a factor 2^120. A cast would convert value by value.
     """
     lines = [".reg .b32 a, t, unit;", "mov.b32 unit, 0x7B807B80;"]
     for half, selector in ((0, "0x4140"), (1, "0x4342")):
