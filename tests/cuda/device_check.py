@@ -92,10 +92,15 @@ def check_ops(report: Report, label: str, geometry: Geometry, rows: int, context
 
 
 def check_large_step(report: Report) -> None:
-    """Experts of a step that the grouped products take, some of them with more rows than a wide product has."""
+    """Experts of a step that the grouped products take, some of them with more rows than a wide product has.
+
+    Without the gate: among so many rows two experts nearly tie for the last place, and either may win. The suite judges that with intervals.
+    """
     device = torch.device("cuda:0")
     mine, reference = CudaKernels(device), ReferenceKernels(device)
     for case in moe_cases(RELEASED, Inputs(device, seed=1), LARGE_ROWS):
+        if case.op == "moe_gate":
+            continue
         worst, problem = compared(case, mine, reference)
         report.add(f"released {case.op}({case.note}) rows={LARGE_ROWS}", problem, error=worst, bound=case.bound)
     torch.cuda.empty_cache()
