@@ -94,7 +94,8 @@ def check_ops(report: Report, label: str, geometry: Geometry, rows: int, context
 def check_large_step(report: Report) -> None:
     """Experts of a step that the grouped products take, some of them with more rows than a wide product has.
 
-    Without the gate: among so many rows two experts nearly tie for the last place, and either may win. The suite judges that with intervals.
+    Without the gate: among so many rows two experts nearly tie for the last place, and either may win. The suite judges that, with
+    intervals.
     """
     device = torch.device("cuda:0")
     mine, reference = CudaKernels(device), ReferenceKernels(device)
