@@ -30,7 +30,7 @@ _EXPANDED = 16  # entries that one program expands
 class RowJobs(NamedTuple):
     """What to do for each row, longest rows first."""
 
-    index: Tensor  # int32 [rows, width]: rows of the expanded keys, as many as count; the rest names a row of zeros
+    places: Tensor  # int32 [rows, width]: rows of the expanded keys, as many as count; the rest names a row of zeros
     order: Tensor  # int32 [rows]: the row that is done i-th
     tally: Tensor  # int32 [rows]: its count
 
@@ -174,8 +174,8 @@ def prefill_attention(
         query.stride(1), warps=4, DIM=dim, D=power_of_two(dim, 32), ROWS=8, RD=rope.table.shape[1],
     )  # fmt: skip
     launch(
-        _rows_kernel, (rows,), turned_query, keys, jobs.index, jobs.order, jobs.tally, sink, rope.table, rope.positions, out, scale, heads,
-        jobs.index.shape[1], heads * dim, dim, warps=8, stages=2, DIM=dim, H=power_of_two(heads, 16), D=power_of_two(dim, 32), K=block,
+        _rows_kernel, (rows,), turned_query, keys, jobs.places, jobs.order, jobs.tally, sink, rope.table, rope.positions, out, scale, heads,
+        jobs.places.shape[1], heads * dim, dim, warps=8, stages=2, DIM=dim, H=power_of_two(heads, 16), D=power_of_two(dim, 32), K=block,
         RD=rope.table.shape[1],
     )  # fmt: skip
     return out
