@@ -140,9 +140,11 @@ class _Work:
         self.ended = 0.0
 
     def __call__(self) -> Any:
+        call = self._call
+        del self._call  # an event keeps this object: it must not keep the step, which keeps the events before it
         try:
             with torch.no_grad():  # the mode belongs to a thread
-                return self._call()
+                return call()
         finally:
             self.ended = time.perf_counter()
 

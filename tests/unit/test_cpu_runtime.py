@@ -1,6 +1,8 @@
 """The CPU as a device: order, overlap, errors, guards, memory figures."""
 
+import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -123,6 +125,21 @@ def test_events_tell_the_time_between_them(runtime):
     first, second = runtime.record(), runtime.record()
     second.wait()
     assert 0 <= second.milliseconds_since(first) < 60_000
+
+
+def test_an_event_does_not_keep_the_work_before_it(runtime):
+    class Step:
+        """What work closes over; a step also keeps its events, so that a chain of all steps would live."""
+
+    step = Step()
+    alive = weakref.ref(step)
+    runtime.submit(lambda kept=step: {"x": torch.zeros(1)} if kept else {}).wait()
+    event = runtime.record()
+    event.wait()
+    del step
+    gc.collect()
+    assert alive() is None
+    assert event.done()
 
 
 def test_closed_and_foreign_devices_are_refused(runtime):
