@@ -31,6 +31,7 @@ class Committer:
         live = running | preempted
         first = table.length[rows] - table.prompt_len[rows]
         kept, stopped = self._apply_stops(plan, result, emitted * live, first)
+        full = table.length[rows] + kept >= table.limit[rows]
         advance = running.nonzero()[0]
         table.append(rows[advance], result.tokens.take(advance, axis=0), kept[advance])
         self._advance(plan, running)
@@ -38,7 +39,7 @@ class Committer:
         self._register_pages(rows[advance])
         self._note_scored(plan, live)
         self._settle(plan, result, kept, ending, preempted)
-        self._end(plan, live, stopped)
+        self._end(plan, live & plan.sample & (stopped | full), stopped)
         self._count(plan, result, emitted, kept, live)
         finished = tuple(self.ledger.finished)
         self.ledger.finished.clear()
@@ -169,11 +170,9 @@ class Committer:
             if table.holds[row] == 0:
                 self.ledger.settle(row)
 
-    def _end(self, plan: StepPlan, live: np.ndarray, stopped: np.ndarray) -> None:
-        """Ends requests that emitted a stop id or reached their limit."""
-        table = self.ledger.table
-        full = table.length[plan.rows] >= table.limit[plan.rows]
-        for s in (live & plan.sample & (stopped | full)).nonzero()[0]:
+    def _end(self, plan: StepPlan, done: np.ndarray, stopped: np.ndarray) -> None:
+        """Ends requests that emitted a stop id or reached their limit, preempted ones too."""
+        for s in done.nonzero()[0]:
             request = self.ledger.requests[plan.requests[s]]
             if stopped[s]:
                 self.ledger.end(request, FinishReason.STOP)

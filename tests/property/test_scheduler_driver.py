@@ -233,6 +233,11 @@ def test_every_request_gets_its_solo_tokens(seed):
     drive(seed, 120)
 
 
+def test_a_request_preempted_with_its_last_token_in_flight_ends():
+    """Found by seed 1331: it stayed in the queue; without chunked prefill it was too long to be computed again and blocked all others."""
+    drive(1331, 300)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1400))
 def test_every_request_gets_its_solo_tokens_long(seed):
