@@ -119,12 +119,6 @@ def e2m1_pairs(data: Tensor) -> Tensor:
     return torch.embedding(_E2M1_PAIRS.to(data.device), data.view(torch.uint8).int()).flatten(-2)
 
 
-def unpack_nibbles(data: Tensor) -> Tensor:
-    """bytes [..., d/2] (uint8 or int8) -> codes [..., d] uint8."""
-    data = data.view(torch.uint8)
-    return torch.stack((data & 15, data >> 4), -1).flatten(-2)
-
-
 def e8m0_bytes(scale: Tensor) -> Tensor:
     """Exponent bytes of float32 powers of two: 2^(byte - 127). uint8."""
     return scale.view(torch.int32).bitwise_right_shift(scalar(23)).to(dtype=torch.uint8)
